@@ -1,0 +1,1 @@
+"""Bytes on disk: knows safetensors, no model and no kernel."""

@@ -1,0 +1,268 @@
+"""A checkpoint: the source folder, known by its headers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiter_prep.errors import BadSource, NoRule
+from aiter_prep.storage import jsontext
+from aiter_prep.storage.header import Header, TensorInfo, read_header
+from aiter_prep.storage.jsontext import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+CONFIG_FILE = "config.json"
+MANIFEST_FILE = "aiter_prep.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
+METHOD = "aiter_prep"
+MAX_JSON_BYTES = 256 * 1024 * 1024
+MAX_SHOWN = 5
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A source folder whose headers were read and checked.
+
+    Attributes:
+        folder: Where it lies.
+        name: What to call it: the folder's name or the Hub id.
+        revision: The Hub commit, or None for a local folder.
+        config: `config.json`.
+        hf_quant_config: `hf_quant_config.json` of modelopt, or None.
+        headers: One per shard that the index names, sorted by file name.
+        tensors: Every tensor that the index names, by name.
+        unindexed: Tensors in those shards which the index does not name.
+        stray_files: safetensors files beside the shards which the index does not name.
+    """
+
+    folder: Path
+    name: str
+    revision: str | None
+    config: Mapping[str, Any]
+    hf_quant_config: Mapping[str, Any] | None
+    headers: tuple[Header, ...]
+    tensors: Mapping[str, TensorInfo]
+    unindexed: tuple[TensorInfo, ...] = ()
+    stray_files: tuple[str, ...] = field(default=())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors that the index names."""
+        return sum(tensor.total_bytes for tensor in self.tensors.values())
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures` in the config, or `unknown`."""
+        names = self.config.get("architectures")
+        first = names[0] if isinstance(names, list) and names else None
+        return first if isinstance(first, str) else "unknown"
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` of the config, or `unknown`."""
+        value = self.config.get("model_type")
+        return value if isinstance(value, str) else "unknown"
+
+
+def open_checkpoint(
+    folder: str | Path, *, name: str | None = None, revision: str | None = None
+) -> Checkpoint:
+    """Open a Hugging Face checkpoint: `config.json` and safetensors shards.
+
+    Only headers are read. The index decides which tensors count; it and the shards on disk are
+    compared in both directions.
+
+    Args:
+        folder: A folder with `config.json` and either `model.safetensors` or an index.
+        name: What to call it; the folder's own name by default.
+        revision: The Hub commit that the folder holds.
+
+    Raises:
+        BadSource: Something is missing, truncated or contradicts itself.
+        NoRule: The folder is prepared already, or a dtype is not known.
+    """
+    folder = Path(folder)
+    _refuse_prepared_folder(folder)
+    config = _read_config(folder)
+    weight_map, files = _read_index(folder)
+    headers = tuple(read_header(folder / file) for file in files)
+    for header in headers:
+        _refuse_shuffled_shard(header)
+    tensors, unindexed = _match(weight_map, headers)
+    if not tensors:
+        raise BadSource(f"`{printable(folder.name)}` holds no tensor")
+    known = set(files)
+    stray = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in known)
+    return Checkpoint(
+        folder=folder,
+        name=name or folder.resolve().name,
+        revision=revision,
+        config=config,
+        hf_quant_config=_read_optional_json(folder / HF_QUANT_CONFIG_FILE),
+        headers=headers,
+        tensors=tensors,
+        unindexed=unindexed,
+        stray_files=tuple(stray),
+    )
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `MAX_JSON_BYTES`.
+
+    Raises:
+        BadSource: It is missing, too large, or no JSON object.
+    """
+    name = printable(path.name)
+    try:
+        if not path.is_file():
+            raise BadSource(f"`{name}` is missing in `{printable(str(path.parent))}`")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise BadSource(f"`{name}` is larger than {MAX_JSON_BYTES} bytes")
+        return jsontext.parse_object(path.read_bytes(), f"`{name}`")
+    except OSError as fault:
+        raise BadSource(f"cannot read `{name}`: {fault.strerror}") from None
+
+
+def _read_optional_json(path: Path) -> dict[str, Any] | None:
+    return read_json_file(path) if path.exists() else None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise BadSource(
+            f"`{printable(str(folder))}` {what}",
+            "give a folder with config.json and safetensors shards, or a Hub id org/name",
+        )
+    config = read_json_file(folder / CONFIG_FILE)
+    for holder in (config, config.get("text_config")):
+        quantization = holder.get("quantization_config") if isinstance(holder, dict) else None
+        if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
+            raise _prepared_already(folder)
+    return config
+
+
+def _refuse_prepared_folder(folder: Path) -> None:
+    if (folder / MANIFEST_FILE).exists():
+        raise _prepared_already(folder)
+
+
+def _prepared_already(folder: Path) -> NoRule:
+    return NoRule(
+        f"`{printable(folder.name)}` is prepared already; preparing twice would shuffle twice",
+        "convert the original checkpoint, or undo this one with `aiter-prep restore`",
+    )
+
+
+def _refuse_shuffled_shard(header: Header) -> None:
+    if METHOD in header.metadata or header.metadata.get("is_shuffled") == "true":
+        raise NoRule(
+            f"shard `{printable(header.file)}` says that its tensors are shuffled already",
+            "convert the original checkpoint",
+        )
+
+
+def _read_index(folder: Path) -> tuple[Mapping[str, str] | None, list[str]]:
+    """Return the weight_map (None for a single file) and the sorted names of the shards."""
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if (folder / INDEX_FILE) in indexes:
+        indexes = [folder / INDEX_FILE]
+    if len(indexes) > 1:
+        names = ", ".join(f"`{printable(path.name)}`" for path in indexes)
+        raise BadSource(f"more than one index: {names}", f"keep `{INDEX_FILE}` alone")
+    if indexes:
+        weight_map = _weight_map(indexes[0])
+        files = sorted(set(weight_map.values()))
+        _check_files(folder, files, indexes[0].name)
+        return weight_map, files
+    return None, [_single_shard(folder)]
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    index = read_json_file(path)
+    weight_map = index.get("weight_map")
+    what = f"`{printable(path.name)}`"
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadSource(f"{what} has no `weight_map`")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_plain_name(file):
+            raise BadSource(
+                f"{what} places `{printable(name)}` in {printable(repr(file))}, which is not the "
+                "plain name of a safetensors file in the same folder"
+            )
+    return weight_map
+
+
+def _is_plain_name(file: str) -> bool:
+    return (
+        file.endswith(".safetensors")
+        and file.isprintable()
+        and not file.startswith(".")
+        and not set(file) & {"/", "\\", "\0"}
+    )
+
+
+def _check_files(folder: Path, files: Iterable[str], index: str) -> None:
+    missing = [file for file in files if not (folder / file).exists()]
+    if missing:
+        shown = ", ".join(f"`{printable(file)}`" for file in missing[:MAX_SHOWN])
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        raise BadSource(
+            f"{shown}{more}: named by `{printable(index)}`, but missing in the folder",
+            "finish the download",
+        )
+
+
+def _single_shard(folder: Path) -> str:
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if SINGLE_FILE in found and not any("-of-" in name for name in found):
+        return SINGLE_FILE
+    if len(found) == 1 and "-of-" not in found[0]:
+        return found[0]
+    if found:
+        raise BadSource(
+            f"{len(found)} safetensors files in `{printable(folder.name)}`, but no `{INDEX_FILE}`",
+            "finish the download: without the index nothing says which shards belong together",
+        )
+    if any(next(folder.glob(pattern), None) for pattern in PICKLES):
+        raise BadSource(
+            f"`{printable(folder.name)}` holds pickled weights only, which can run code when read",
+            "convert them to safetensors first, for example with transformers' save_pretrained",
+        )
+    raise BadSource(f"`{printable(folder.name)}` holds no safetensors file")
+
+
+def _match(
+    weight_map: Mapping[str, str] | None, headers: Iterable[Header]
+) -> tuple[dict[str, TensorInfo], tuple[TensorInfo, ...]]:
+    """Return the tensors that count, by name, and those that the index does not name."""
+    found: dict[str, TensorInfo] = {}
+    unindexed: list[TensorInfo] = []
+    for header in headers:
+        for tensor in header.tensors:
+            if weight_map is not None and weight_map.get(tensor.name) != tensor.file:
+                unindexed.append(tensor)
+            else:
+                found[tensor.name] = tensor
+    for tensor in unindexed:
+        if tensor.name in found:
+            raise BadSource(
+                f"tensor `{printable(tensor.name)}` stands in two shards, "
+                f"`{printable(found[tensor.name].file)}` and `{printable(tensor.file)}`",
+                "remove the one that is wrong",
+            )
+    lost = [name for name in weight_map or () if name not in found]
+    if lost:
+        file = (weight_map or {})[lost[0]]
+        raise BadSource(
+            f"tensor `{printable(lost[0])}` is not in `{printable(file)}`, where the index places "
+            f"it ({len(lost)} such)",
+            "the index and the shards are not of the same checkpoint",
+        )
+    return found, tuple(unindexed)

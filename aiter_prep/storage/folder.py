@@ -1,0 +1,66 @@
+"""The names that a prepared folder may hold."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from aiter_prep.storage.checkpoint import MANIFEST_FILE, PICKLES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+JOURNAL_FILE = ".aiter_prep.journal"
+LOCK_FILE = ".aiter_prep.lock"
+PARTIAL_SUFFIX = ".partial"
+
+SHARD_NAME = re.compile(r"model-(?:rank-(?:0|[1-9]\d*)|common)-part-(?:0|[1-9]\d*)\.safetensors")
+
+MAX_SMALL_FILE_BYTES = 100_000_000
+
+# weights in other formats, and indexes of weights; the tensors are ours to write
+_WEIGHT_PATTERNS = (
+    *PICKLES,
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin.index.json",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.npz",
+    "*.tar*",
+    "*.zip",
+)
+
+
+def shard_file(rank: int | None, part: int) -> str:
+    """Return the name of a shard: of one rank, or of the common tensors (None)."""
+    owner = "common" if rank is None else f"rank-{rank}"
+    return f"model-{owner}-part-{part}.safetensors"
+
+
+def partial_file(file: str) -> str:
+    """Return the temporary name of a file that is being written."""
+    return f".{file}{PARTIAL_SUFFIX}"
+
+
+def small_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the files to copy from a source, and those that are left out.
+
+    Tokenizer, chat template, code and the like are copied; weights in any format, hidden files,
+    folders and files over `MAX_SMALL_FILE_BYTES` are not. `config.json` is in neither list.
+    """
+    copied: list[str] = []
+    left: list[str] = []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in ("config.json", MANIFEST_FILE):
+            continue
+        if any(path.match(pattern) for pattern in _WEIGHT_PATTERNS) and path.is_file():
+            continue
+        if path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES:
+            copied.append(path.name)
+        else:
+            left.append(path.name)
+    return copied, left

@@ -1,0 +1,169 @@
+"""Reads byte ranges of many files through one pool of descriptors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiter_prep.errors import BadSource
+from aiter_prep.storage.jsontext import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from aiter_prep.storage.buffers import ByteArray
+    from aiter_prep.storage.header import TensorInfo
+
+CHUNK_BYTES = 8 * 1024 * 1024
+MAX_OPEN_FILES = 64
+MAX_VECTORS = 512  # the kernel takes at most IOV_MAX, 1024
+
+
+class FolderReader:
+    """Reads ranges of the files of one folder; safe to share between threads.
+
+    Args:
+        folder: The folder; nothing is ever written into it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[str, list[int]] = OrderedDict()
+        self._idle_count = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read_into(self, file: str, start: int, buffer: ByteArray) -> None:
+        """Fill a C-contiguous buffer with the bytes of a file from `start` on.
+
+        Raises:
+            BadSource: The file cannot be read, or ends too early.
+        """
+        self.read_all([(file, start, buffer)])
+
+    def read_all(self, ranges: Sequence[tuple[str, int, ByteArray]]) -> None:
+        """Fill many C-contiguous buffers, each from a file and an offset.
+
+        Ranges that follow each other in a file are read by one call.
+
+        Raises:
+            BadSource: A file cannot be read, or ends too early.
+        """
+        for file, start, views in _runs(sorted(ranges, key=lambda item: item[:2])):
+            self._read_run(file, start, views)
+
+    def _read_run(self, file: str, start: int, views: list[memoryview]) -> None:
+        try:
+            with self._descriptor(file) as descriptor:
+                _fill(descriptor, start, views, file)
+        except OSError as fault:
+            raise BadSource(f"cannot read `{printable(file)}`: {fault.strerror}") from fault
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        with self._lock:
+            for descriptors in self._idle.values():
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            self._idle.clear()
+            self._idle_count = 0
+
+    @contextmanager
+    def _descriptor(self, file: str) -> Iterator[int]:
+        descriptor = self._borrow(file)
+        try:
+            yield descriptor
+        finally:
+            self._give_back(file, descriptor)
+
+    def _borrow(self, file: str) -> int:
+        with self._lock:
+            descriptors = self._idle.get(file)
+            if descriptors:
+                self._idle_count -= 1
+                return descriptors.pop()
+        return os.open(self._folder / file, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _give_back(self, file: str, descriptor: int) -> None:
+        with self._lock:
+            self._idle.setdefault(file, []).append(descriptor)
+            self._idle.move_to_end(file)
+            self._idle_count += 1
+            while self._idle_count > MAX_OPEN_FILES:
+                oldest, descriptors = next(iter(self._idle.items()))
+                if descriptors:
+                    os.close(descriptors.pop())
+                    self._idle_count -= 1
+                if not descriptors:
+                    del self._idle[oldest]
+
+
+def chunks(info: TensorInfo, reader: FolderReader) -> Iterator[tuple[int, ByteArray]]:
+    """Yield the bytes of a tensor, a chunk at a time, each with its offset in the tensor.
+
+    A chunk is valid until the next one is asked for.
+
+    Raises:
+        BadSource: The file cannot be read, or ends too early.
+    """
+    buffer = np.empty(min(CHUNK_BYTES, info.total_bytes), np.uint8)
+    for offset in range(0, info.total_bytes, CHUNK_BYTES):
+        data = buffer[: min(CHUNK_BYTES, info.total_bytes - offset)]
+        reader.read_into(info.file, info.start + offset, data)
+        yield offset, data
+
+
+def _runs(
+    ranges: Sequence[tuple[str, int, ByteArray]],
+) -> Iterator[tuple[str, int, list[memoryview]]]:
+    """Join sorted ranges that follow each other in one file."""
+    run: list[memoryview] = []
+    file, start, end = "", 0, -1
+    for next_file, next_start, buffer in ranges:
+        view = memoryview(buffer).cast("B")
+        if run and (next_file, next_start) == (file, end) and len(run) < MAX_VECTORS:
+            run.append(view)
+        else:
+            if run:
+                yield file, start, run
+            file, start, run = next_file, next_start, [view]
+        end = next_start + len(view)
+    if run:
+        yield file, start, run
+
+
+def _fill(descriptor: int, start: int, views: list[memoryview], file: str) -> None:
+    """Read until every view is full; the kernel may hand out less than was asked for."""
+    views = [view for view in views if len(view)]
+    while views:
+        count = os.preadv(descriptor, views, start)
+        if count == 0:
+            raise BadSource(
+                f"`{printable(file)}` ended at byte {start}, but its header promises more",
+                "it changed while it was read",
+            )
+        start += count
+        while views and count >= len(views[0]):
+            count -= len(views[0])
+            views = views[1:]
+        if count:
+            views = [views[0][count:], *views[1:]]
