@@ -1,0 +1,1 @@
+"""What kernels want: row order, tile and padding, as data."""

@@ -1,0 +1,237 @@
+"""A layout as a permutation of digits, applied to bytes.
+
+The row and the column of a byte are written as digits of a mixed radix, and the layout says in
+which order these digits make up the byte's place in storage. So applying, inverting and writing
+a part of a tensor straight into its place are the same few lines for every layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiter_prep.errors import NoRule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from aiter_prep.storage.buffers import ByteArray
+
+REST = -1
+ATOM_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way in which a kernel wants the bytes of a matrix.
+
+    Attributes:
+        name: What manifests call it.
+        row_order: Order of the gate and up rows of w13: `separated`, `interleaved_16` or
+            `interleaved_1`; `separated` also for a layout that does not reorder rows.
+        rows: Radices of the row number, most significant first; one of them may be `REST`.
+        columns: The same for the byte's column.
+        order: Digit `order[j]` of (rows + columns) is the j-th digit of the place in storage.
+        row_pad: The whole matrix is padded to a multiple of this many rows.
+        column_pad: Every row is padded to a multiple of this many bytes.
+        column_multiple: Bytes of a row, padding included, must be a multiple of this.
+        is_shuffled: Whether AITER's flag belongs on a tensor of this layout.
+        aiter_call: The call of AITER that brings the same bytes.
+
+    Law: `layout.invert(layout.apply(x)) == x`.
+    """
+
+    name: str
+    row_order: str
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    order: tuple[int, ...]
+    row_pad: int = 1
+    column_pad: int = 1
+    column_multiple: int = 1
+    is_shuffled: bool = True
+    aiter_call: str = ""
+
+    def row_multiple(self) -> int:
+        """Return what the rows of a matrix must be a multiple of."""
+        return prod(radix for radix in self.rows if radix != REST)
+
+    def apply(self, matrix: ByteArray) -> ByteArray:
+        """Return the stored bytes of a matrix.
+
+        Args:
+            matrix: uint8 `[..., rows, columns]`, padded already; each matrix is laid out alone.
+
+        Returns:
+            uint8 of the same shape.
+
+        Raises:
+            NoRule: The rows or the columns do not fill whole tiles.
+        """
+        stored = np.empty(matrix.shape, np.uint8)
+        self.apply_into(matrix, stored)
+        return stored
+
+    def apply_into(self, matrix: ByteArray, stored: ByteArray) -> None:
+        """Write the stored bytes of a matrix into a C-contiguous buffer of the same shape.
+
+        Raises:
+            NoRule: The rows or the columns do not fill whole tiles.
+        """
+        if self.keeps_atoms:
+            self.place(stored, matrix, 0)
+        else:
+            self._apply_by_tile(matrix, stored)
+
+    def invert(self, stored: ByteArray) -> ByteArray:
+        """Return the matrix whose stored bytes these are.
+
+        Args:
+            stored: uint8 `[..., rows, columns]`.
+
+        Raises:
+            NoRule: The rows or the columns do not fill whole tiles.
+        """
+        return self.logical_view(stored).reshape(stored.shape)
+
+    def logical_view(self, stored: ByteArray) -> ByteArray:
+        """Return stored bytes seen by their logical digits, without a copy.
+
+        Args:
+            stored: C-contiguous uint8 `[..., rows, columns]`.
+
+        Returns:
+            A view with the leading axes of `stored`, then one axis per digit.
+        """
+        batch = stored.ndim - 2
+        radices = self.radices(*stored.shape[-2:])
+        storage = (*stored.shape[:-2], *(radices[digit] for digit in self.order))
+        back = [self.order.index(digit) + batch for digit in range(len(self.order))]
+        return stored.reshape(storage).transpose([*range(batch), *back])
+
+    @property
+    def keeps_atoms(self) -> bool:
+        """Whether 16 bytes that follow each other in a row still do so in storage."""
+        last = len(self.order) - 1
+        return self.order[-1] == last and self.columns[-1] in {REST, ATOM_BYTES}
+
+    def _apply_by_tile(self, matrix: ByteArray, stored: ByteArray) -> None:
+        """Gather whole tiles first, then permute the bytes of each: few bytes a copy else."""
+        radices = self.radices(*matrix.shape[-2:])
+        outer = [digit for digit, radix in enumerate((*self.rows, *self.columns)) if radix == REST]
+        inner = [digit for digit in range(len(radices)) if digit not in outer]
+        assert sorted(self.order[: len(outer)]) == outer, self.name
+        batch = matrix.ndim - 2
+        axes = [*range(batch), *(batch + d for d in (*self.order[: len(outer)], *inner))]
+        tiles = matrix.reshape(self._logical_shape(matrix)).transpose(axes)
+        inner_radices = [radices[digit] for digit in inner]
+        gathered = np.ascontiguousarray(tiles).reshape(-1, prod(inner_radices))
+        within = np.arange(gathered.shape[1]).reshape(inner_radices)
+        within = within.transpose([inner.index(digit) for digit in self.order[len(outer) :]])
+        # mode="clip": numpy writes straight into `out`; every index is in range
+        np.take(gathered, within.reshape(-1), 1, stored.reshape(gathered.shape), "clip")
+
+    def place(self, stored: ByteArray, part: ByteArray, row: int) -> None:
+        """Write a part of the logical matrix into its place in storage.
+
+        Args:
+            stored: C-contiguous uint8 `[..., rows, columns]`: the whole matrix, laid out.
+            part: uint8 `[..., part_rows, part_columns]`, any strides along the rows.
+            row: The logical row at which the part begins; its columns begin at 0.
+        """
+        view = self.logical_view(stored)
+        for row_run in runs(self._rows(stored.shape[-2]), row, row + part.shape[-2]):
+            for column_run in runs(self._columns(stored.shape[-1]), 0, part.shape[-1]):
+                source = part[
+                    ...,
+                    row_run.start - row : row_run.stop - row,
+                    column_run.start : column_run.stop,
+                ]
+                target = view[(..., *row_run.index, *column_run.index)]
+                _copy(target, source.reshape(target.shape))
+
+    def take(self, stored: ByteArray, rows: tuple[int, int], columns: int) -> ByteArray:
+        """Return logical rows `[rows[0], rows[1])`, of `columns` bytes each, as a fresh matrix."""
+        return self.invert(stored)[..., rows[0] : rows[1], :columns]
+
+    def radices(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Return the radices of a matrix of this size, `REST` filled in.
+
+        Raises:
+            NoRule: The size does not fill whole tiles.
+        """
+        return self._rows(rows) + self._columns(columns)
+
+    def _rows(self, rows: int) -> tuple[int, ...]:
+        return _fill(self.rows, rows, f"{rows} rows", self.name)
+
+    def _columns(self, columns: int) -> tuple[int, ...]:
+        return _fill(self.columns, columns, f"rows of {columns} bytes", self.name)
+
+    def _logical_shape(self, matrix: ByteArray) -> tuple[int, ...]:
+        return (*matrix.shape[:-2], *self.radices(*matrix.shape[-2:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A range of numbers that one index expression on their digits covers."""
+
+    start: int
+    stop: int
+    index: tuple[int | slice, ...]
+
+
+def runs(radices: tuple[int, ...], start: int, stop: int) -> Iterator[Run]:
+    """Split `[start, stop)` into as few runs as digits allow: leading digits fixed, one sliced.
+
+    Args:
+        radices: Radices of the number, most significant first.
+        start: First number.
+        stop: The number after the last.
+    """
+    weights = [prod(radices[digit + 1 :]) for digit in range(len(radices))]
+    while start < stop:
+        run = next(
+            filter(None, (_run(radices, weights, d, start, stop) for d in range(len(radices))))
+        )
+        yield run
+        start = run.stop
+
+
+def _run(
+    radices: tuple[int, ...], weights: list[int], digit: int, start: int, stop: int
+) -> Run | None:
+    """Return the longest run from `start` that slices `digit`, or None if there is none."""
+    weight = weights[digit]
+    block = weight * radices[digit]
+    end = min(stop - stop % weight, start - start % block + block)
+    if start % weight or end <= start:
+        return None
+    fixed = tuple(start // weights[d] % radices[d] for d in range(digit))
+    first = start % block // weight
+    sliced = slice(first, first + (end - start) // weight)
+    return Run(start, end, (*fixed, sliced, *(slice(None) for _ in radices[digit + 1 :])))
+
+
+def _fill(radices: tuple[int, ...], size: int, what: str, layout: str) -> tuple[int, ...]:
+    known = prod(radix for radix in radices if radix != REST)
+    if size % known or (REST not in radices and size != known):
+        raise NoRule(f"layout `{layout}` cannot hold {what}: not a multiple of {known}")
+    return tuple(size // known if radix == REST else radix for radix in radices)
+
+
+def _copy(target: ByteArray, source: ByteArray) -> None:
+    """Copy bytes between views of one shape, in atoms of 16 bytes where both allow it."""
+    if target.shape[-1] == ATOM_BYTES and target.strides[-1] == source.strides[-1] == 1:
+        _atoms(target)[...] = _atoms(source)
+    else:
+        target[...] = source
+
+
+def _atoms(array: ByteArray) -> npt.NDArray[np.complex128]:
+    return array.view(np.complex128)
