@@ -1,0 +1,1 @@
+"""What models call things: names and config.json, no bytes."""
