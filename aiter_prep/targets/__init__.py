@@ -1,0 +1,1 @@
+"""What an engine of a version wants: one table each."""
