@@ -1,0 +1,208 @@
+"""Makes a plan: from a checkpoint and a target to every byte's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiter_prep.errors import InvalidUsage, NoRule
+from aiter_prep.families.classify import Classified, classify, contradictions
+from aiter_prep.plan.cut import Cut, cut_block
+from aiter_prep.plan.shards import Shard, common_shards, rank_shards
+from aiter_prep.plan.steps import stacks_of
+from aiter_prep.storage.folder import small_files
+from aiter_prep.storage.jsontext import printable
+from aiter_prep.targets.table import DEFAULT_TARGET, target_named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from aiter_prep.families.blocks import ExpertBlock
+    from aiter_prep.plan.steps import Stack
+    from aiter_prep.storage.checkpoint import Checkpoint
+    from aiter_prep.storage.header import TensorInfo
+    from aiter_prep.targets.model import Target, WeightPath
+
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+MAX_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """What becomes of one experts module.
+
+    Attributes:
+        block: The module in the source.
+        path: What the target wants of it.
+        cut: Its sizes on each rank.
+        stacks: Its output tensors.
+    """
+
+    block: ExpertBlock
+    path: WeightPath
+    cut: Cut
+    stacks: tuple[Stack, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `execute` will do, decided.
+
+    Attributes:
+        checkpoint: The source.
+        target: What the result is for.
+        gfx: The chip.
+        tp: Tensor-parallel ranks.
+        ranks: The ranks whose shards are written.
+        max_shard_bytes: Limit for a shard's data; only a single larger tensor exceeds it.
+        blocks: Experts modules, in the order of their layers.
+        common: Tensors that are copied as they are.
+        skipped: Tensors that are left out: name and reason.
+        shards: Output files; ranks first, then common.
+        small_files: Files that are copied beside the shards.
+        warnings: What a person should know before using the result.
+    """
+
+    checkpoint: Checkpoint
+    target: Target
+    gfx: str
+    tp: int
+    ranks: tuple[int, ...]
+    max_shard_bytes: int
+    blocks: tuple[BlockPlan, ...]
+    common: tuple[TensorInfo, ...]
+    skipped: tuple[tuple[str, str], ...]
+    shards: tuple[Shard, ...]
+    small_files: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.layout.total_bytes for shard in self.shards)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the shards of every rank are written."""
+        return len(self.ranks) == self.tp
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    *,
+    tp: int,
+    target: str = DEFAULT_TARGET,
+    gfx: str | None = None,
+    ranks: Sequence[int] | None = None,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    as_common: Sequence[str] = (),
+    trust_tensors: bool = False,
+) -> Plan:
+    """Decide every output tensor of a conversion.
+
+    Args:
+        checkpoint: The source, opened.
+        tp: Number of tensor-parallel ranks.
+        target: Name of a target, such as `aiter`.
+        gfx: The chip; the target's first by default.
+        ranks: Ranks to write; all by default.
+        max_shard_bytes: Limit for the data of a shard.
+        as_common: Patterns of names that no rule knows but that are to be copied.
+        trust_tensors: Go on where the config promises another scheme than the tensors have.
+
+    Raises:
+        NoRule: A tensor, dtype, size or combination that no table has an entry for.
+        BadSource: An experts module lacks a tensor.
+        InvalidUsage: A number is out of range.
+    """
+    chosen_ranks = _check_numbers(tp, ranks, max_shard_bytes)
+    found = target_named(target)
+    chip = gfx or found.chips[0]
+    found.check_chip(chip)
+    classified = classify(checkpoint, as_common)
+    warnings = [
+        *_contradiction_warnings(checkpoint, classified, trust_tensors=trust_tensors),
+        *_leftover_warnings(checkpoint),
+    ]
+    blocks = tuple(_plan_blocks(classified, found, chip, tp, chosen_ranks))
+    copied, left = small_files(checkpoint.folder)
+    warnings += [f"`{printable(name)}` is not copied: a folder, or a large file" for name in left]
+    warnings += _block_warnings(blocks)
+    facts = {"gfx": chip, "target": found.name, "tp": tp}
+    shards = (
+        *rank_shards([plan.stacks for plan in blocks], chosen_ranks, max_shard_bytes, facts),
+        *common_shards(classified.common, max_shard_bytes, facts),
+    )
+    return Plan(
+        checkpoint=checkpoint,
+        target=found,
+        gfx=chip,
+        tp=tp,
+        ranks=chosen_ranks,
+        max_shard_bytes=max_shard_bytes,
+        blocks=blocks,
+        common=classified.common,
+        skipped=classified.skipped,
+        shards=shards,
+        small_files=tuple(copied),
+        warnings=tuple(warnings),
+    )
+
+
+def _check_numbers(tp: int, ranks: Sequence[int] | None, max_shard_bytes: int) -> tuple[int, ...]:
+    if not 1 <= tp <= MAX_RANKS:
+        raise InvalidUsage(f"--tp {tp} is out of range: 1 to {MAX_RANKS}")
+    if max_shard_bytes < 1:
+        raise InvalidUsage(f"--max-shard-size {max_shard_bytes} is out of range: at least 1")
+    if ranks is None:
+        return tuple(range(tp))
+    chosen = tuple(sorted(set(ranks)))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= tp:
+        raise InvalidUsage(f"--ranks {list(ranks)} is out of range: 0 to {tp - 1}")
+    return chosen
+
+
+def _plan_blocks(
+    classified: Classified, target: Target, chip: str, tp: int, ranks: tuple[int, ...]
+) -> Iterator[BlockPlan]:
+    for block in classified.blocks:
+        path = target.path_for(block.scheme.name, block.family.name, chip)
+        cut = cut_block(block, path, tp)
+        yield BlockPlan(block, path, cut, tuple(stacks_of(block, path, cut, ranks)))
+
+
+def _contradiction_warnings(
+    checkpoint: Checkpoint, classified: Classified, *, trust_tensors: bool
+) -> Iterator[str]:
+    found = contradictions(checkpoint, classified.blocks)
+    if not found:
+        return
+    first = found[0]
+    message = (
+        f"the config promises {first.promised} for `{printable(first.experts)}`, but its tensors "
+        f"are {first.found} ({len(found)} such)"
+    )
+    if not trust_tensors:
+        raise NoRule(
+            message,
+            "the tensors are what counts: mend config.json, or go on as they are with "
+            "--trust-tensors",
+        )
+    yield f"{message}; the tensors count"
+
+
+def _leftover_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    if checkpoint.stray_files:
+        names = ", ".join(f"`{printable(name)}`" for name in checkpoint.stray_files[:3])
+        yield f"{len(checkpoint.stray_files)} files that the index does not name: {names}"
+    if checkpoint.unindexed:
+        name = printable(checkpoint.unindexed[0].name)
+        yield f"{len(checkpoint.unindexed)} tensors that the index does not name, first `{name}`"
+
+
+def _block_warnings(blocks: Sequence[BlockPlan]) -> Iterator[str]:
+    yield from sorted({plan.path.note for plan in blocks if plan.path.note})
+    empty = sorted({r for plan in blocks for r, part in enumerate(plan.cut.parts) if not part})
+    if empty:
+        shown = ", ".join(map(str, empty))
+        yield f"nothing is left for rank {shown}: its experts are padding alone"
