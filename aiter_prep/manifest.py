@@ -1,0 +1,327 @@
+"""What a prepared folder promises, to and from JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from aiter_prep.errors import BadSource, DataMismatch
+from aiter_prep.layouts.permutation import Layout
+from aiter_prep.storage import jsontext
+from aiter_prep.storage.checkpoint import MANIFEST_FILE
+from aiter_prep.storage.digest import digest_of
+from aiter_prep.storage.jsontext import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSlice:
+    """A rectangle of each expert's source matrix, and where it went.
+
+    Attributes:
+        pattern: Names of the source tensors, with `{expert}` for the id unless fused.
+        dtype: safetensors dtype of the source.
+        shape: Shape of one source tensor.
+        fused: One tensor holds all experts.
+        rows: Start, stop and step of the rows of an expert's matrix.
+        columns: First byte and the byte after the last of each of these rows.
+        row_bytes: Bytes of a whole row of the matrix.
+        to_row: Row of the stored matrix, before it is laid out, at which they begin.
+    """
+
+    pattern: str
+    dtype: str
+    shape: tuple[int, ...]
+    fused: bool
+    rows: tuple[int, int, int]
+    columns: tuple[int, int]
+    row_bytes: int
+    to_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Padding along one axis of an expert's matrix, or at the end of a folded tensor.
+
+    Attributes:
+        axis: `rows`, `columns` (of an expert's matrix, in elements) or `stored_rows`.
+        start: Size without padding; JSON calls it `from`.
+        stop: Size with it; JSON calls it `to`.
+        fill: The byte that it consists of.
+    """
+
+    axis: str
+    start: int
+    stop: int
+    fill: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Bytes of the source that a conversion has no place for.
+
+    Attributes:
+        source: The byte that they were.
+        stored: The byte that they became.
+        count: How many there are.
+        positions: Where they are: offsets in the tensor before it was laid out, all experts'
+            stored matrices one after the other; None where they are too many to list.
+    """
+
+    source: int
+    stored: int
+    count: int
+    positions: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor of a shard.
+
+    Attributes:
+        name: Its name.
+        rank: Its rank, or None for a common tensor.
+        file: The shard that holds it.
+        dtype: Stored safetensors dtype.
+        runtime_dtype: torch dtype that an engine views it as; None: what the dtype says.
+        shape: Stored shape.
+        logical_shape: Shape without padding.
+        layout: Name of the layout, a key of `Manifest.layouts`; None for a common tensor.
+        is_shuffled: Whether AITER's flag belongs on it.
+        conversion: Change of values, or None.
+        experts: Start, stop and step of the global ids, in the order in which they are stored.
+        matrix: Rows and bytes per row of one expert's stored matrix.
+        folded: Experts are folded into rows.
+        pads: Its padding.
+        fill: The byte that padding consists of.
+        lost: What the conversion lost, or None.
+        source: What it is made of; empty where a rank holds padding alone, and for common ones.
+        digest: Digest of its bytes.
+    """
+
+    name: str
+    rank: int | None
+    file: str
+    dtype: str
+    runtime_dtype: str | None
+    shape: tuple[int, ...]
+    logical_shape: tuple[int, ...]
+    layout: str | None
+    is_shuffled: bool
+    conversion: str | None
+    experts: tuple[int, int, int] | None
+    matrix: tuple[int, int] | None
+    folded: bool
+    pads: tuple[Pad, ...]
+    fill: int
+    lost: Lost | None
+    source: tuple[SourceSlice, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """One shard.
+
+    Attributes:
+        file: Its name.
+        rank: Its rank, or None for common tensors.
+        part: Its number among the shards of that rank.
+        size: Bytes of the file.
+        header_digest: Digest of its header.
+        digest: Tree digest over the header and the tensors, in the order of the file.
+    """
+
+    file: str
+    rank: int | None
+    part: int
+    size: int
+    header_digest: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file beside the shards.
+
+    Attributes:
+        name: Its name.
+        size: Its bytes.
+        digest: Digest of its bytes.
+    """
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a prepared folder promises.
+
+    Attributes:
+        created_by: Name, version, backend, device, AITER version or None.
+        source: Name, revision and files (name, size, header digest) of the source.
+        target: Name, engine, engine version, gfx, tp, ep, ranks, row order.
+        model: Architecture, model type, and each experts module with its sizes.
+        options: What was asked for.
+        layouts: Name to description of every layout in use.
+        conversions: Name to meaning of every conversion in use.
+        shards: The shards.
+        files: The files beside them.
+        tensors: Every tensor of every shard.
+        skipped: Source tensors that were left out: name and reason.
+        format_version: Version of the format.
+    """
+
+    created_by: Mapping[str, Any]
+    source: Mapping[str, Any]
+    target: Mapping[str, Any]
+    model: Mapping[str, Any]
+    options: Mapping[str, Any]
+    layouts: Mapping[str, Mapping[str, Any]]
+    conversions: Mapping[str, str]
+    shards: tuple[ShardRecord, ...]
+    files: tuple[FileRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    skipped: tuple[Mapping[str, str], ...]
+    format_version: int = FORMAT_VERSION
+
+    def layout(self, name: str) -> Layout:
+        """Return a layout as this manifest describes it, whatever our own table says.
+
+        Raises:
+            DataMismatch: The manifest does not describe it.
+        """
+        try:
+            entry: dict[str, Any] = dict(self.layouts[name])
+            for key in ("rows", "columns", "order"):
+                entry[key] = tuple(entry[key])
+            return Layout(name=name, **entry)
+        except (KeyError, TypeError):
+            raise DataMismatch(f"the manifest does not describe layout `{name}`") from None
+
+    def to_json(self) -> bytes:
+        """Return the text of `aiter_prep.json`, its own digest included."""
+        document = _plain(asdict(self))
+        for tensor in document["tensors"]:
+            for pad in tensor["pads"]:
+                pad["from"], pad["to"] = pad.pop("start"), pad.pop("stop")
+        document["self_digest"] = digest_of(jsontext.canonical(document))
+        return jsontext.readable(document)
+
+
+def describe_layout(layout: Layout) -> dict[str, Any]:
+    """Return a layout as manifests describe it."""
+    return {
+        field.name: _plain(getattr(layout, field.name))
+        for field in fields(Layout)
+        if field.name != "name"
+    }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a prepared folder.
+
+    Raises:
+        DataMismatch: It is missing, damaged, or of a format version that we do not know.
+    """
+    path = folder / MANIFEST_FILE
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise DataMismatch(f"`{MANIFEST_FILE}` is larger than {MAX_MANIFEST_BYTES} bytes")
+        text = path.read_bytes()
+    except OSError as fault:
+        raise DataMismatch(
+            f"`{printable(str(folder))}` is not a prepared folder: `{MANIFEST_FILE}`: "
+            f"{fault.strerror}"
+        ) from None
+    return parse_manifest(text)
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Return the manifest that a text holds.
+
+    Raises:
+        DataMismatch: The text is damaged, or of a format version that we do not know.
+    """
+    try:
+        document = jsontext.parse_object(text, f"`{MANIFEST_FILE}`")
+    except BadSource as fault:
+        raise DataMismatch(fault.message) from None
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DataMismatch(
+            f"`{MANIFEST_FILE}` has format version {printable(repr(version))}, this program knows "
+            f"{FORMAT_VERSION}",
+            "use the version of aiter-prep that wrote it",
+        )
+    promised = document.pop("self_digest", None)
+    found = digest_of(jsontext.canonical(document))
+    if promised != found:
+        raise DataMismatch(
+            f"`{MANIFEST_FILE}` was changed: its digest is {found}, it says "
+            f"{printable(str(promised))}"
+        )
+    try:
+        return _manifest(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        raise DataMismatch(
+            f"`{MANIFEST_FILE}` is not of format version {FORMAT_VERSION}: {printable(str(fault))}"
+        ) from None
+
+
+def _manifest(document: dict[str, Any]) -> Manifest:
+    expected = {field.name for field in fields(Manifest)}
+    if set(document) != expected:
+        odd = sorted(set(document) ^ expected)
+        raise ValueError(f"fields {odd}")
+    return Manifest(
+        **{
+            **document,
+            "shards": tuple(ShardRecord(**entry) for entry in document["shards"]),
+            "files": tuple(FileRecord(**entry) for entry in document["files"]),
+            "tensors": tuple(_tensor(entry) for entry in document["tensors"]),
+            "skipped": tuple(document["skipped"]),
+        }
+    )
+
+
+def _tensor(entry: dict[str, Any]) -> TensorRecord:
+    pads = tuple(Pad(p["axis"], p["from"], p["to"], p["fill"]) for p in entry.pop("pads"))
+    source = tuple(
+        SourceSlice(
+            **{
+                **item,
+                "shape": tuple(item["shape"]),
+                "rows": tuple(item["rows"]),
+                "columns": tuple(item["columns"]),
+            }
+        )
+        for item in entry.pop("source")
+    )
+    for key in ("shape", "logical_shape", "experts", "matrix"):
+        entry[key] = _tuple(entry[key])
+    lost = entry.pop("lost")
+    if lost is not None:
+        lost = Lost(**{**lost, "positions": _tuple(lost["positions"])})
+    return TensorRecord(**entry, pads=pads, source=source, lost=lost)
+
+
+def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON would bring it back: tuples as lists."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
