@@ -1,0 +1,242 @@
+"""Writes down what was done: from a plan and digests to a manifest."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from aiter_prep import _version
+from aiter_prep.manifest import (
+    FileRecord,
+    Lost,
+    Manifest,
+    Pad,
+    ShardRecord,
+    SourceSlice,
+    TensorRecord,
+    describe_layout,
+)
+from aiter_prep.storage.checkpoint import METHOD
+from aiter_prep.storage.digest import digest_of, tree_digest
+from aiter_prep.storage.dtypes import width_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from aiter_prep.backends.table import Backend
+    from aiter_prep.plan.make import BlockPlan, Plan
+    from aiter_prep.plan.shards import Shard
+    from aiter_prep.plan.steps import Piece, Stack, Step
+    from aiter_prep.storage.header import TensorInfo
+    from aiter_prep.storage.output import Written
+
+FORMAT_VERSION = 1
+
+
+def manifest_of(
+    plan: Plan,
+    backend: Backend,
+    done: Mapping[str, Mapping[str, Written]],
+    files: Sequence[tuple[str, int, str]],
+) -> Manifest:
+    """Return the manifest of a finished run.
+
+    Args:
+        plan: What was to be done.
+        backend: What did it.
+        done: Shard to tensor to what was noted of it.
+        files: Name, size and digest of every file beside the shards.
+    """
+    stacks = [stack for block in plan.blocks for stack in block.stacks]
+    layouts = {stack.layout.name: describe_layout(stack.layout) for stack in stacks}
+    conversions = {s.conversion.name: s.conversion.meaning for s in stacks if s.conversion}
+    return Manifest(
+        created_by={
+            "name": "aiter-prep",
+            "version": _version.__version__,
+            "backend": backend.name,
+            "device": backend.device,
+            "aiter_version": backend.aiter_version,
+        },
+        source=_source(plan),
+        target=_target(plan),
+        model=_model(plan),
+        options={"max_shard_bytes": plan.max_shard_bytes},
+        layouts=layouts,
+        conversions=conversions,
+        shards=tuple(_shard(shard, done[shard.file]) for shard in plan.shards),
+        files=tuple(FileRecord(*item) for item in files),
+        tensors=tuple(_tensors(plan, done)),
+        skipped=tuple({"name": name, "reason": reason} for name, reason in plan.skipped),
+    )
+
+
+def wrapped_config(config: Mapping[str, Any]) -> bytes:
+    """Return `config.json` for a prepared folder: its quantisation wrapped.
+
+    An engine that does not know the method `aiter_prep` refuses it by name instead of shuffling
+    shuffled weights again.
+    """
+    wrapped = dict(config)
+    wrapped["quantization_config"] = _wrap(config.get("quantization_config"))
+    text = config.get("text_config")
+    if isinstance(text, dict) and "quantization_config" in text:
+        wrapped["text_config"] = {**text, "quantization_config": _wrap(text["quantization_config"])}
+    return (json.dumps(wrapped, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _wrap(original: Any) -> dict[str, Any]:
+    return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "source": original}
+
+
+def _source(plan: Plan) -> dict[str, Any]:
+    return {
+        "name": plan.checkpoint.name,
+        "revision": plan.checkpoint.revision,
+        "files": [
+            {"name": header.file, "size": header.file_bytes, "header_digest": header.digest}
+            for header in plan.checkpoint.headers
+        ],
+    }
+
+
+def _target(plan: Plan) -> dict[str, Any]:
+    return {
+        "name": plan.target.name,
+        "engine": plan.target.engine,
+        "engine_version": plan.target.engine_version,
+        "gfx": plan.gfx,
+        "tp": plan.tp,
+        "ep": 1,
+        "ranks": list(plan.ranks),
+    }
+
+
+def _model(plan: Plan) -> dict[str, Any]:
+    return {
+        "architecture": plan.checkpoint.architecture,
+        "model_type": plan.checkpoint.model_type,
+        "blocks": [_block(block) for block in plan.blocks],
+    }
+
+
+def _block(plan: BlockPlan) -> dict[str, Any]:
+    return {
+        "experts": plan.block.experts,
+        "family": plan.block.family.name,
+        "scheme": plan.block.scheme.name,
+        "row_order": plan.path.row_order,
+        "num_experts": plan.block.num_experts,
+        "hidden": plan.block.hidden,
+        "padded_hidden": plan.cut.hidden,
+        "intermediate": plan.block.intermediate,
+        "padded_intermediate_per_rank": plan.cut.intermediate,
+    }
+
+
+def _shard(shard: Shard, done: Mapping[str, Written]) -> ShardRecord:
+    header = digest_of(shard.layout.header)
+    in_order = (done[name].digest for name in shard.layout.slots)
+    return ShardRecord(
+        file=shard.file,
+        rank=shard.rank,
+        part=shard.part,
+        size=shard.layout.total_bytes,
+        header_digest=header,
+        digest=tree_digest(header, in_order),
+    )
+
+
+def _tensors(plan: Plan, done: Mapping[str, Mapping[str, Written]]) -> Iterator[TensorRecord]:
+    prepared = {
+        (step.rank, stack.name): (stack, step)
+        for block in plan.blocks
+        for stack in block.stacks
+        for step in stack.steps
+    }
+    common = {tensor.name: tensor for tensor in plan.common}
+    for shard in plan.shards:
+        for name in sorted(shard.layout.slots):
+            written = done[shard.file][name]
+            if shard.rank is None:
+                yield _common(common[name], shard.file, written.digest)
+            else:
+                yield _prepared(*prepared[shard.rank, name], shard.file, written)
+
+
+def _common(tensor: TensorInfo, file: str, digest: str) -> TensorRecord:
+    return TensorRecord(
+        name=tensor.name,
+        rank=None,
+        file=file,
+        dtype=tensor.dtype,
+        runtime_dtype=None,
+        shape=tensor.shape,
+        logical_shape=tensor.shape,
+        layout=None,
+        is_shuffled=False,
+        conversion=None,
+        experts=None,
+        matrix=None,
+        folded=False,
+        pads=(),
+        fill=0,
+        lost=None,
+        source=(),
+        digest=digest,
+    )
+
+
+def _prepared(stack: Stack, step: Step, file: str, written: Written) -> TensorRecord:
+    return TensorRecord(
+        name=stack.name,
+        rank=step.rank,
+        file=file,
+        dtype=stack.dtype,
+        runtime_dtype=stack.runtime_dtype,
+        shape=step.shape,
+        logical_shape=step.logical_shape,
+        layout=stack.layout.name,
+        is_shuffled=stack.layout.is_shuffled,
+        conversion=stack.conversion.name if stack.conversion else None,
+        experts=(step.experts.start, step.experts.stop, step.experts.step),
+        matrix=(stack.rows, stack.row_bytes),
+        folded=stack.form.folded,
+        pads=tuple(_pads(stack, step)),
+        fill=stack.form.fill,
+        lost=_lost(stack, written),
+        source=tuple(_slice(stack, piece) for piece in step.pieces),
+        digest=written.digest,
+    )
+
+
+def _lost(stack: Stack, written: Written) -> Lost | None:
+    lost = stack.conversion.lost if stack.conversion else None
+    if lost is None or not written.lost_count:
+        return None
+    return Lost(*lost, written.lost_count, written.lost_positions)
+
+
+def _pads(stack: Stack, step: Step) -> Iterator[Pad]:
+    experts, rows, *columns = step.logical_shape
+    stored_columns = stack.row_bytes // width_of(stack.dtype)
+    if rows != stack.rows:
+        yield Pad("rows", rows, stack.rows, stack.form.fill)
+    if columns and columns[0] != stored_columns:
+        yield Pad("columns", columns[0], stored_columns, stack.form.fill)
+    if stack.form.folded and step.shape[0] != experts * stack.rows:
+        yield Pad("stored_rows", experts * stack.rows, step.shape[0], stack.form.fill)
+
+
+def _slice(stack: Stack, piece: Piece) -> SourceSlice:
+    source = stack.sources[piece.source]
+    return SourceSlice(
+        pattern=source.pattern,
+        dtype=source.dtype,
+        shape=source.tensors[0].shape,
+        fused=source.fused,
+        rows=(piece.rows.start, piece.rows.stop, piece.rows.step),
+        columns=(piece.columns.start, piece.columns.stop),
+        row_bytes=source.row_bytes,
+        to_row=piece.to_row,
+    )

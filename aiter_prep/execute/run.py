@@ -1,0 +1,261 @@
+"""Carries out a plan: streams, bounds memory, resumes, seals."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiter_prep.backends.table import Backend, backend_named
+from aiter_prep.errors import AiterPrepError, BadSource, Interrupted, InvalidUsage
+from aiter_prep.execute.jobs import Context, copy_tensors, run_block
+from aiter_prep.execute.record import manifest_of, wrapped_config
+from aiter_prep.execute.shardset import ShardSet
+from aiter_prep.storage import jsontext
+from aiter_prep.storage.checkpoint import CONFIG_FILE
+from aiter_prep.storage.digest import digest_of
+from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.output import OutputFolder
+from aiter_prep.storage.reader import FolderReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from aiter_prep.manifest import Manifest
+    from aiter_prep.plan.make import Plan
+    from aiter_prep.storage.header import TensorInfo
+
+MAX_WORKERS = 256
+COPY_JOB_BYTES = 256 * 1024 * 1024
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        done_bytes: Source bytes that were read.
+        total_bytes: Source bytes that this run reads.
+    """
+
+    done_bytes: int
+    total_bytes: int
+
+
+def default_workers() -> int:
+    """Return one worker per usable core, at most 16."""
+    return min(16, len(os.sched_getaffinity(0)))
+
+
+def execute(
+    plan: Plan,
+    out: str | Path,
+    *,
+    backend: str = "cpu",
+    workers: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Manifest:
+    """Write the prepared folder that a plan describes.
+
+    Memory is bounded by a few experts per worker, whatever the model's size and the number of
+    ranks. The result is the same, byte for byte, for every number of workers, every backend and
+    after a resume.
+
+    Args:
+        plan: From `make_plan`.
+        out: The folder to write.
+        backend: What moves the bytes.
+        workers: Threads; one per usable core by default.
+        resume: Go on with an unfinished run.
+        overwrite: Replace a prepared or unfinished folder.
+        progress: Called now and then.
+
+    Raises:
+        OutputNotEmpty: `out` holds something that may not be replaced.
+        BadSource: The source changed or cannot be read.
+        NoRule: A value has no place in the target's dtype.
+        AiterPrepError: The disk is full or fails.
+        Interrupted: Stopped from outside; finished shards stay.
+    """
+    threads = default_workers() if workers is None else workers
+    if not 1 <= threads <= MAX_WORKERS:
+        raise InvalidUsage(f"--workers {threads} is out of range: 1 to {MAX_WORKERS}")
+    mover = backend_named(backend)
+    out = Path(out)
+    _refuse_overlap(plan.checkpoint.folder, out)
+    try:
+        return _execute(plan, out, mover, threads, progress, resume=resume, overwrite=overwrite)
+    except OSError as fault:
+        raise AiterPrepError(
+            f"cannot write `{printable(str(out))}`: {fault.strerror}",
+            "finished shards stay: mend the cause and go on with --resume",
+        ) from fault
+
+
+def fingerprint_of(plan: Plan) -> str:
+    """Return a digest of everything that decides the bytes of the result."""
+    return digest_of(
+        jsontext.canonical(
+            {
+                "headers": [digest_of(shard.layout.header) for shard in plan.shards],
+                "source": [[h.file, h.file_bytes, h.digest] for h in plan.checkpoint.headers],
+                "target": [plan.target.name, plan.gfx, plan.tp, list(plan.ranks)],
+            }
+        )
+    )
+
+
+def _execute(
+    plan: Plan,
+    out: Path,
+    backend: Backend,
+    workers: int,
+    progress: Callable[[Progress], None] | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> Manifest:
+    with (
+        FolderReader(plan.checkpoint.folder) as reader,
+        OutputFolder(
+            out, fingerprint=fingerprint_of(plan), resume=resume, overwrite=overwrite
+        ) as output,
+    ):
+        output.keep_only({shard.file: shard.layout for shard in plan.shards})
+        output.require_space(_missing_bytes(plan, output))
+        shards = ShardSet(output, plan.shards)
+        try:
+            _run_jobs(plan, _Run(reader, shards, backend, workers, progress))
+            _check_source_unchanged(plan)
+        except BaseException:
+            shards.discard()
+            raise
+        files = list(_write_files(plan, output))
+        manifest = manifest_of(plan, backend, output.finished, files)
+        output.seal(manifest.to_json())
+        return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What `_run_jobs` runs with."""
+
+    reader: FolderReader
+    shards: ShardSet
+    backend: Backend
+    workers: int
+    progress: Callable[[Progress], None] | None
+
+
+def _run_jobs(plan: Plan, run: _Run) -> None:
+    """Run every job; the first failure or a Ctrl-C ends the others at their next chunk."""
+    counter = _Counter()
+    stop = threading.Event()
+    context = Context(run.reader, run.shards, run.backend, stop, counter.add)
+    jobs, total = _jobs(plan, context)
+    pool = ThreadPoolExecutor(run.workers, thread_name_prefix="aiter-prep")
+    futures = [pool.submit(job) for job in jobs]
+    try:
+        pending: set[Future[None]] = set(futures)
+        while pending:
+            done, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if run.progress is not None:
+                run.progress(Progress(counter.value, total))
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Counter:
+    """Counts bytes over threads."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.value += count
+
+
+def _jobs(plan: Plan, context: Context) -> tuple[list[Callable[[], None]], int]:
+    """Return what is left to do, and how many source bytes that reads."""
+    jobs: list[Callable[[], None]] = []
+    total = 0
+    for block in plan.blocks:
+        if any(
+            not context.shards.is_finished(step.rank, stack.name)
+            for stack in block.stacks
+            for step in stack.steps
+        ):
+            jobs.append(_bound(run_block, context, block))
+            total += block.block.total_bytes
+    left = [t for t in plan.common if not context.shards.is_finished(None, t.name)]
+    for batch in _batches(left):
+        jobs.append(_bound(copy_tensors, context, batch))
+        total += sum(tensor.total_bytes for tensor in batch)
+    return jobs, total
+
+
+def _bound(function: Callable[..., None], *arguments: object) -> Callable[[], None]:
+    return lambda: function(*arguments)
+
+
+def _batches(tensors: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    batch: list[TensorInfo] = []
+    filled = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        filled += tensor.total_bytes
+        if filled >= COPY_JOB_BYTES:
+            yield batch
+            batch, filled = [], 0
+    if batch:
+        yield batch
+
+
+def _missing_bytes(plan: Plan, output: OutputFolder) -> int:
+    left = (shard for shard in plan.shards if shard.file not in output.finished)
+    return sum(shard.layout.total_bytes for shard in left)
+
+
+def _write_files(plan: Plan, output: OutputFolder) -> Iterator[tuple[str, int, str]]:
+    """Write `config.json`, wrapped, and copy the small files."""
+    names = [CONFIG_FILE, *plan.small_files]
+    output.note_files(names)
+    for name in sorted(names):
+        if name == CONFIG_FILE:
+            data = wrapped_config(plan.checkpoint.config)
+        else:
+            data = (plan.checkpoint.folder / name).read_bytes()
+        yield (name, *output.write_file(name, data))
+
+
+def _check_source_unchanged(plan: Plan) -> None:
+    for header in plan.checkpoint.headers:
+        status = (plan.checkpoint.folder / header.file).stat()
+        if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
+            raise BadSource(
+                f"`{printable(header.file)}` changed while it was read",
+                "nothing was sealed: convert again when the source is at rest",
+            )
+
+
+def _refuse_overlap(source: Path, out: Path) -> None:
+    source, out = source.resolve(), out.resolve()
+    if out == source or source in out.parents or out in source.parents:
+        raise InvalidUsage(
+            f"`{printable(str(out))}` and the source `{printable(str(source))}` lie in each other",
+            "choose an output folder outside the source: nothing is ever written into it",
+        )
+
+
+__all__ = ["Interrupted", "Progress", "default_workers", "execute", "fingerprint_of"]
