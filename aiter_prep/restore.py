@@ -1,0 +1,239 @@
+"""Makes a Hugging Face checkpoint of a prepared folder again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiter_prep.errors import AiterPrepError, DataMismatch, OutputNotEmpty
+from aiter_prep.execute import Progress
+from aiter_prep.families.blocks import natural_key
+from aiter_prep.manifest import read_manifest
+from aiter_prep.storage import jsontext
+from aiter_prep.storage.checkpoint import CONFIG_FILE, INDEX_FILE, METHOD, SINGLE_FILE
+from aiter_prep.storage.digest import Digest, digest_of
+from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.output import ShardFile
+from aiter_prep.storage.reader import FolderReader, chunks
+from aiter_prep.storage.shard import ShardLayout, lay_out_shard
+from aiter_prep.undo import (
+    BadPadding,
+    SourceTensor,
+    Undoer,
+    accounted,
+    common_records,
+    require_all_ranks,
+    stacks_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from aiter_prep.manifest import Manifest, TensorRecord
+    from aiter_prep.storage.buffers import ByteArray
+
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `restore` wrote.
+
+    Attributes:
+        folder: The checkpoint.
+        tensors: Tensors in it.
+        shards: Shards in it.
+        total_bytes: Bytes of all tensors.
+        notes: What is not exactly as in the source.
+    """
+
+    folder: Path
+    tensors: int
+    shards: int
+    total_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def restore(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    progress: Callable[[Progress], None] | None = None,
+) -> Restored:
+    """Write a Hugging Face checkpoint that holds what the source of a prepared folder held.
+
+    Every tensor has its name, dtype, shape and bytes again; how they are spread over shards may
+    differ. What a conversion lost is in the notes. The digests of the manifest are checked on the
+    way, and nothing stands under the name `out` before all is written.
+
+    Args:
+        folder: The prepared folder, with all ranks.
+        out: The folder to write; it must not exist, or be empty.
+        max_shard_bytes: Limit for the data of a shard.
+        progress: Called now and then.
+
+    Raises:
+        DataMismatch: The folder is damaged.
+        NoRule: The folder holds some ranks only.
+        OutputNotEmpty: `out` holds something.
+        AiterPrepError: The disk is full or fails.
+    """
+    folder, out = Path(folder), Path(out)
+    manifest = read_manifest(folder)
+    require_all_ranks(manifest, "restore")
+    _check_out(out)
+    work = out.resolve().with_name(f".{out.resolve().name}.restore.partial")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        try:
+            result = _Restoration(folder, manifest, work, max_shard_bytes, progress).run(out)
+            work.replace(out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    except OSError as fault:
+        raise AiterPrepError(
+            f"cannot write `{printable(str(out))}`: {fault.strerror}", "free some space"
+        ) from fault
+    return result
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputNotEmpty(
+            f"`{printable(str(out))}` holds something already", "choose another output folder"
+        )
+
+
+class _Restoration:
+    """One run of `restore`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        work: Path,
+        max_shard_bytes: int,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._work = work
+        self._progress = progress
+        self._done = 0
+        self._tensors = accounted(manifest)
+        self._total = sum(tensor.total_bytes for tensor in self._tensors.values())
+        self._layouts = list(_shards(list(self._tensors.values()), max_shard_bytes))
+        self._place = {name: layout for layout in self._layouts for name in layout.slots}
+        self._files: dict[str, ShardFile] = {}
+
+    def run(self, out: Path) -> Restored:
+        self._files = {layout.file: ShardFile(self._work, layout) for layout in self._layouts}
+        try:
+            with FolderReader(self._folder) as reader:
+                undoer = Undoer(self._folder, self._manifest, reader)
+                self._restore_experts(undoer)
+                for record in common_records(self._manifest):
+                    self._copy(undoer, record, reader)
+            for file in self._files.values():
+                file.finish(self._work)
+        finally:
+            for file in self._files.values():
+                file.close()
+        self._write_files()
+        return Restored(
+            out, len(self._tensors), len(self._layouts), self._total, tuple(self._notes())
+        )
+
+    def _restore_experts(self, undoer: Undoer) -> None:
+        for stack in stacks_of(self._manifest):
+            for found in undoer.undo(stack):
+                if isinstance(found, BadPadding):
+                    raise DataMismatch(
+                        f"the padding of `{found.record.name}` of rank {found.record.rank} is not "
+                        f"{found.record.fill:#04x}",
+                        "`aiter-prep verify` lists all that is damaged",
+                    )
+                self._write(found.tensor.name, found.offset, found.matrix)
+
+    def _copy(self, undoer: Undoer, record: TensorRecord, reader: FolderReader) -> None:
+        info = undoer.info(record)
+        digest = Digest()
+        for offset, data in chunks(info, reader):
+            digest.update(data)
+            self._write(record.name, offset, data)
+        if digest.text() != record.digest:
+            raise DataMismatch(
+                f"`{record.name}` in `{record.file}` has other bytes than the manifest says",
+                "`aiter-prep verify` lists all that is damaged",
+            )
+
+    def _write(self, name: str, offset: int, data: ByteArray) -> None:
+        layout = self._place[name]
+        self._files[layout.file].write(layout.slots[name].start + offset, data)
+        self._done += data.nbytes
+        if self._progress is not None:
+            self._progress(Progress(self._done, self._total))
+
+    def _write_files(self) -> None:
+        for file in self._manifest.files:
+            data = (self._folder / file.name).read_bytes()
+            if digest_of(data) != file.digest:
+                raise DataMismatch(f"`{file.name}` has other bytes than the manifest says")
+            if file.name == CONFIG_FILE:
+                data = unwrapped_config(jsontext.parse_object(data, f"`{CONFIG_FILE}`"))
+            (self._work / file.name).write_bytes(data)
+        if len(self._layouts) > 1:
+            weight_map = {name: layout.file for name, layout in self._place.items()}
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            (self._work / INDEX_FILE).write_bytes(jsontext.readable(index))
+
+    def _notes(self) -> Iterator[str]:
+        for record in self._manifest.tensors:
+            if record.lost is not None and record.lost.positions is None:
+                yield (
+                    f"`{printable(record.name)}` of rank {record.rank} is not exact: "
+                    f"{record.lost.count} bytes {record.lost.source:#04x} come back as "
+                    f"{record.lost.stored:#04x}, an equal value"
+                )
+        for entry in self._manifest.skipped:
+            yield f"`{printable(entry['name'])}` was left out: {entry['reason']}"
+
+
+def unwrapped_config(config: Mapping[str, Any]) -> bytes:
+    """Return the source's `config.json` from a prepared folder's."""
+    plain = _unwrap(config)
+    text = plain.get("text_config")
+    if isinstance(text, dict):
+        plain["text_config"] = _unwrap(text)
+    return (json.dumps(plain, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
+    plain = dict(config)
+    wrapped = plain.get("quantization_config")
+    if isinstance(wrapped, dict) and wrapped.get("quant_method") == METHOD:
+        plain["quantization_config"] = wrapped["source"]
+        if wrapped["source"] is None:
+            del plain["quantization_config"]
+    return plain
+
+
+def _shards(tensors: Sequence[SourceTensor], limit: int) -> Iterator[ShardLayout]:
+    """Spread tensors over shards, in the order of their names."""
+    parts: list[list[SourceTensor]] = [[]]
+    filled = 0
+    for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name)):
+        if parts[-1] and filled + tensor.total_bytes > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(tensor)
+        filled += tensor.total_bytes
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in part]
+        yield lay_out_shard(file if len(parts) > 1 else SINGLE_FILE, described, {"format": "pt"})

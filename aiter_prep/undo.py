@@ -1,0 +1,370 @@
+"""Undoes a prepared folder: from its manifest alone back to the source's matrices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiter_prep.errors import DataMismatch, NoRule
+from aiter_prep.layouts.conversions import conversion_named
+from aiter_prep.storage.digest import Digest
+from aiter_prep.storage.dtypes import width_of
+from aiter_prep.storage.header import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from aiter_prep.layouts.conversions import Conversion
+    from aiter_prep.manifest import Manifest, SourceSlice, TensorRecord
+    from aiter_prep.storage.buffers import ByteArray
+    from aiter_prep.storage.header import TensorInfo
+    from aiter_prep.storage.reader import FolderReader
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor as the source has it.
+
+    Attributes:
+        name: Its name.
+        dtype: safetensors dtype.
+        shape: Elements along each axis.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the data."""
+        return prod(self.shape) * width_of(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """One expert's matrix, put together from all ranks.
+
+    Attributes:
+        tensor: The source tensor that holds it.
+        expert: Global id.
+        offset: Byte of the tensor at which the matrix begins.
+        matrix: uint8 `[rows, row_bytes]`, as in the source but for what a conversion lost.
+        lossy: The conversion that lost bytes which the manifest does not list, or None.
+    """
+
+    tensor: SourceTensor
+    expert: int
+    offset: int
+    matrix: ByteArray
+    lossy: Conversion | None
+
+
+@dataclass(frozen=True, slots=True)
+class BadPadding:
+    """Padding that does not consist of the byte that the manifest says.
+
+    Attributes:
+        record: The tensor.
+        expert: Global id, or None for the end of a folded tensor.
+        count: Bytes that differ.
+    """
+
+    record: TensorRecord
+    expert: int | None
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StackRecord:
+    """The records of one name on all ranks, in the order of the ranks."""
+
+    name: str
+    records: tuple[TensorRecord, ...]
+
+
+def stacks_of(manifest: Manifest) -> list[StackRecord]:
+    """Return the prepared tensors of a manifest, grouped by name."""
+    groups: dict[str, list[TensorRecord]] = defaultdict(list)
+    for record in manifest.tensors:
+        if record.rank is not None:
+            groups[record.name].append(record)
+    return [
+        StackRecord(name, tuple(sorted(records, key=lambda r: r.rank or 0)))
+        for name, records in groups.items()
+    ]
+
+
+def source_tensors(stack: StackRecord) -> dict[str, SourceTensor]:
+    """Return the source tensors that a stack was made of, by name."""
+    found: dict[str, SourceTensor] = {}
+    for record in stack.records:
+        for item in record.source:
+            for expert in _experts(record):
+                name = tensor_name(item, expert)
+                found.setdefault(name, SourceTensor(name, item.dtype, item.shape))
+    return found
+
+
+def tensor_name(item: SourceSlice, expert: int) -> str:
+    """Return the name of the source tensor that holds an expert."""
+    return item.pattern if item.fused else item.pattern.replace("{expert}", str(expert))
+
+
+class Undoer:
+    """Reads stored matrices back.
+
+    Args:
+        folder: The prepared folder.
+        manifest: Its manifest.
+        reader: A reader of that folder.
+
+    Raises:
+        DataMismatch: A shard's header cannot be read.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, reader: FolderReader) -> None:
+        self._manifest = manifest
+        self._reader = reader
+        self._infos: dict[tuple[str, str], TensorInfo] = {
+            (info.file, info.name): info
+            for shard in manifest.shards
+            for info in read_header(folder / shard.file).tensors
+        }
+
+    def info(self, record: TensorRecord) -> TensorInfo:
+        """Return where a tensor lies.
+
+        Raises:
+            DataMismatch: Its shard does not hold it as the manifest says.
+        """
+        info = self._infos.get((record.file, record.name))
+        if info is None or (info.dtype, info.shape) != (record.dtype, record.shape):
+            raise DataMismatch(f"`{record.file}` does not hold `{record.name}` as promised")
+        return info
+
+    def undo(self, stack: StackRecord) -> Iterator[Undone | BadPadding]:
+        """Yield every expert's matrices of a stack, and padding that is not as it was promised.
+
+        The slices of all ranks must tile each source matrix, and the bytes must have the digest
+        that the manifest promises; that is known when the last matrix was yielded.
+
+        Raises:
+            DataMismatch: They do not, or a shard does not hold what it should.
+        """
+        digests = {record.rank: Digest() for record in stack.records}
+        for expert in sorted({e for record in stack.records for e in _experts(record)}):
+            holders = tuple(r for r in stack.records if expert in _experts(r))
+            yield from self._undo_expert(holders, expert, digests)
+        for record in stack.records:
+            if (bad := self._bad_tail(record, digests[record.rank])) is not None:
+                yield bad
+            if digests[record.rank].text() != record.digest:
+                raise DataMismatch(
+                    f"`{record.name}` of rank {record.rank} in `{record.file}` has other bytes "
+                    "than the manifest says",
+                    "`aiter-prep verify` lists all that is damaged",
+                )
+
+    def _undo_expert(
+        self,
+        holders: tuple[TensorRecord, ...],
+        expert: int,
+        digests: Mapping[int | None, Digest],
+    ) -> Iterator[Undone | BadPadding]:
+        repeats = _repeats(holders)
+        lost = {record.rank: _lost_in(record, expert) for record in holders if record.lost}
+        matrices: dict[str, tuple[SourceSlice, ByteArray]] = {}
+        for record in holders:
+            logical = self._logical(record, expert, digests[record.rank])
+            for number, item in enumerate(record.source):
+                part = _part(record, item, logical, lost.get(record.rank, _NOWHERE))
+                if item.pattern not in matrices:
+                    matrices[item.pattern] = (item, np.empty(_matrix_shape(item), np.uint8))
+                window = matrices[item.pattern][1][slice(*item.rows), slice(*item.columns)]
+                if (record.rank, number) not in repeats:
+                    window[...] = part
+                elif not np.array_equal(window, part):
+                    raise DataMismatch(
+                        f"`{record.name}`: rank {record.rank} disagrees with another rank on "
+                        f"`{tensor_name(item, expert)}`"
+                    )
+            wrong = _count_bad_padding(record, logical)
+            if wrong:
+                yield BadPadding(record, expert, wrong)
+        for item, matrix in matrices.values():
+            tensor = SourceTensor(tensor_name(item, expert), item.dtype, item.shape)
+            yield Undone(tensor, expert, _offset(item, expert), matrix, _lossy(holders))
+
+    def _logical(self, record: TensorRecord, expert: int, digest: Digest) -> ByteArray:
+        """Return one expert's stored matrix with its layout undone: uint8 `[rows, row_bytes]`."""
+        stored = np.empty(_matrix(record), np.uint8)
+        index = _experts(record).index(expert)
+        info = self.info(record)
+        self._reader.read_into(info.file, info.start + index * stored.nbytes, stored)
+        digest.update(stored)
+        return self._manifest.layout(record.layout or "").invert(stored)
+
+    def _bad_tail(self, record: TensorRecord, digest: Digest) -> BadPadding | None:
+        """Check the padding behind the last expert of a folded tensor."""
+        info = self.info(record)
+        filled = len(_experts(record)) * prod(_matrix(record))
+        if filled > info.total_bytes:
+            raise DataMismatch(f"`{record.name}` is too small for its experts")
+        tail = np.empty(info.total_bytes - filled, np.uint8)
+        self._reader.read_into(info.file, info.start + filled, tail)
+        digest.update(tail)
+        wrong = int(np.count_nonzero(tail != record.fill))
+        return BadPadding(record, None, wrong) if wrong else None
+
+
+_NOWHERE = np.empty((0, 2), np.int64)
+
+
+def _part(
+    record: TensorRecord, item: SourceSlice, logical: ByteArray, lost: npt.NDArray[np.int64]
+) -> ByteArray:
+    """Return the source bytes of one slice of a stored matrix; `lost` are row and column."""
+    conversion = _conversion(record)
+    rows, width = len(range(*item.rows)), _stored_width(record, item)
+    part = logical[item.to_row : item.to_row + rows, :width].copy()
+    if conversion is None:
+        return part
+    part = conversion.inverse(part)
+    if record.lost is not None:
+        places = lost - np.array([item.to_row, 0])
+        inside = (places[:, 0] >= 0) & (places[:, 0] < rows) & (places[:, 1] < width)
+        part[tuple(places[inside].T)] = record.lost.source
+    return part
+
+
+def _lost_in(record: TensorRecord, expert: int) -> npt.NDArray[np.int64]:
+    """Return row and column of every listed lost byte in an expert's stored matrix."""
+    if record.lost is None or record.lost.positions is None:
+        return _NOWHERE
+    rows, row_bytes = _matrix(record)
+    start = _experts(record).index(expert) * rows * row_bytes
+    places = np.array(record.lost.positions, np.int64) - start
+    places = places[(places >= 0) & (places < rows * row_bytes)]
+    return np.stack(np.divmod(places, row_bytes), axis=1)
+
+
+def _lossy(records: Sequence[TensorRecord]) -> Conversion | None:
+    """Return the conversion that lost bytes which the manifest does not list, or None."""
+    for record in records:
+        if record.lost is not None and record.lost.positions is None:
+            return _conversion(record)
+    return None
+
+
+def _stored_width(record: TensorRecord, item: SourceSlice) -> int:
+    """Return how many bytes of a stored row a slice fills."""
+    conversion = _conversion(record)
+    width = item.columns[1] - item.columns[0]
+    if conversion is None:
+        return width
+    return width // conversion.source_bytes * conversion.stored_bytes
+
+
+def _count_bad_padding(record: TensorRecord, logical: ByteArray) -> int:
+    """Return how many bytes outside the slices are not the fill byte."""
+    wrong = row = 0
+    for item in sorted(record.source, key=lambda item: item.to_row):
+        end = item.to_row + len(range(*item.rows))
+        if item.to_row < row or end > len(logical):
+            raise DataMismatch(f"the slices of `{record.name}` lie over each other")
+        wrong += int(np.count_nonzero(logical[row : item.to_row] != record.fill))
+        beside = logical[item.to_row : end, _stored_width(record, item) :]
+        wrong += int(np.count_nonzero(beside != record.fill))
+        row = end
+    return wrong + int(np.count_nonzero(logical[row:] != record.fill))
+
+
+@lru_cache(maxsize=256)
+def _repeats(holders: tuple[TensorRecord, ...]) -> frozenset[tuple[int | None, int]]:
+    """Return which slices, by rank and number, repeat what an earlier rank holds.
+
+    Raises:
+        DataMismatch: The slices do not tile their source matrices.
+    """
+    repeats: set[tuple[int | None, int]] = set()
+    patterns: dict[str, list[tuple[int | None, int, SourceSlice]]] = defaultdict(list)
+    for record in holders:
+        for number, item in enumerate(record.source):
+            patterns[item.pattern].append((record.rank, number, item))
+    for pattern, slices in patterns.items():
+        rows, row_bytes = _matrix_shape(slices[0][2])
+        edges = sorted({0, row_bytes, *(edge for *_, item in slices for edge in item.columns)})
+        covered = np.zeros((rows, len(edges) - 1), np.bool_)
+        for rank, number, item in slices:
+            columns = slice(edges.index(item.columns[0]), edges.index(item.columns[1]))
+            cells = covered[slice(*item.rows), columns]
+            if cells.all():
+                repeats.add((rank, number))
+            elif cells.any():
+                raise DataMismatch(f"ranks hold overlapping parts of `{pattern}`")
+            cells[...] = True
+        if edges[-1] != row_bytes or not covered.all():
+            raise DataMismatch(f"the ranks of the folder do not hold all of `{pattern}`")
+    return frozenset(repeats)
+
+
+def _matrix_shape(item: SourceSlice) -> tuple[int, int]:
+    """Return the rows and bytes per row of an expert's source matrix."""
+    shape = item.shape[1:] if item.fused else item.shape
+    return (shape[0] if shape else 1), item.row_bytes
+
+
+def _experts(record: TensorRecord) -> range:
+    if record.experts is None:
+        raise DataMismatch(f"the manifest names no experts for `{record.name}`")
+    return range(*record.experts)
+
+
+def _matrix(record: TensorRecord) -> tuple[int, int]:
+    if record.matrix is None:
+        raise DataMismatch(f"the manifest names no matrix for `{record.name}`")
+    return record.matrix
+
+
+def _offset(item: SourceSlice, expert: int) -> int:
+    return expert * item.shape[1] * item.row_bytes if item.fused else 0
+
+
+def _conversion(record: TensorRecord) -> Conversion | None:
+    return None if record.conversion is None else conversion_named(record.conversion)
+
+
+def require_all_ranks(manifest: Manifest, what: str) -> None:
+    """Check that the folder holds every rank.
+
+    Raises:
+        NoRule: It was written for some ranks only.
+    """
+    ranks, tp = manifest.target["ranks"], manifest.target["tp"]
+    if len(ranks) != tp:
+        raise NoRule(
+            f"{what} needs all {tp} ranks, but this folder holds only {ranks}",
+            "convert again without --ranks",
+        )
+
+
+def common_records(manifest: Manifest) -> Sequence[TensorRecord]:
+    """Return the records of the tensors that every rank has."""
+    return [record for record in manifest.tensors if record.rank is None]
+
+
+def accounted(manifest: Manifest) -> Mapping[str, SourceTensor]:
+    """Return every source tensor that the folder can bring back, by name."""
+    found = {r.name: SourceTensor(r.name, r.dtype, r.shape) for r in common_records(manifest)}
+    for stack in stacks_of(manifest):
+        found.update(source_tensors(stack))
+    return found
