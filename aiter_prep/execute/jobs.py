@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from aiter_prep.storage.buffers import ByteArray
     from aiter_prep.storage.header import TensorInfo
     from aiter_prep.storage.reader import FolderReader
+    from aiter_prep.storage.scratch import Scratch
 
-CHUNK_BYTES = 8 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
 # FP8 weights hold about one negative zero in a million elements; a tensor with more than this
 # many is restored to zeros of the other sign
 MAX_LISTED = 100_000
@@ -37,6 +38,7 @@ class Context:
     Attributes:
         reader: The source.
         shards: The output.
+        scratch: Buffers of each thread.
         backend: What moves the bytes.
         stop: Set when the run is to end early.
         advance: Called with the number of source bytes that were read.
@@ -44,6 +46,7 @@ class Context:
 
     reader: FolderReader
     shards: ShardSet
+    scratch: Scratch
     backend: Backend
     stop: threading.Event
     advance: Callable[[int], None]
@@ -90,7 +93,8 @@ def copy_tensors(context: Context, tensors: Sequence[TensorInfo]) -> None:
     """
     for tensor in tensors:
         digest = Digest()
-        for offset, data in chunks(tensor, context.reader):
+        buffer = context.scratch.take("copy", (min(CHUNK_BYTES, tensor.total_bytes),))
+        for offset, data in chunks(tensor, context.reader, buffer):
             context.check()
             digest.update(data)
             context.shards.write(None, tensor.name, offset, data)
@@ -104,8 +108,10 @@ def _read(
     """Read the matrices of some experts: uint8 `[experts, rows, row_bytes]` per source."""
     matrices: dict[int, ByteArray] = {}
     ranges: list[tuple[str, int, ByteArray]] = []
-    for source in (source for writer in writers for source in writer.stack.sources):
-        matrix = np.empty((len(experts), source.rows, source.row_bytes), np.uint8)
+    sources = [source for writer in writers for source in writer.stack.sources]
+    for number, source in enumerate(sources):
+        shape = (len(experts), source.rows, source.row_bytes)
+        matrix = context.scratch.take(f"source {number}", shape)
         matrices[id(source)] = matrix
         ranges.extend(_ranges(source, experts, matrix))
     context.reader.read_all(ranges)
@@ -160,7 +166,8 @@ class _StackWriter:
 
     def _laid_out(self, pieces: Sequence[tuple[ByteArray, int]], experts: int) -> ByteArray:
         stack = self.stack
-        stored = np.empty((experts, stack.rows, stack.row_bytes), np.uint8)
+        shape = (experts, stack.rows, stack.row_bytes)
+        stored = self._context.scratch.take("stored", shape)
         if sum(piece.nbytes for piece, _ in pieces) < stored.nbytes:
             stored.fill(stack.form.fill)
         self._context.backend.lay_out(stack.layout, pieces, stored)

@@ -20,6 +20,7 @@ from aiter_prep.storage.digest import digest_of
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder
 from aiter_prep.storage.reader import FolderReader
+from aiter_prep.storage.scratch import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -157,7 +158,7 @@ def _run_jobs(plan: Plan, run: _Run) -> None:
     """Run every job; the first failure or a Ctrl-C ends the others at their next chunk."""
     counter = _Counter()
     stop = threading.Event()
-    context = Context(run.reader, run.shards, run.backend, stop, counter.add)
+    context = Context(run.reader, run.shards, Scratch(), run.backend, stop, counter.add)
     jobs, total = _jobs(plan, context)
     pool = ThreadPoolExecutor(run.workers, thread_name_prefix="aiter-prep")
     futures = [pool.submit(job) for job in jobs]

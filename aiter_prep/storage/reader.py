@@ -117,17 +117,25 @@ class FolderReader:
                     del self._idle[oldest]
 
 
-def chunks(info: TensorInfo, reader: FolderReader) -> Iterator[tuple[int, ByteArray]]:
+def chunks(
+    info: TensorInfo, reader: FolderReader, buffer: ByteArray | None = None
+) -> Iterator[tuple[int, ByteArray]]:
     """Yield the bytes of a tensor, a chunk at a time, each with its offset in the tensor.
 
     A chunk is valid until the next one is asked for.
 
+    Args:
+        info: The tensor.
+        reader: A reader of its folder.
+        buffer: What to read into; its size is that of a chunk. Fresh memory by default.
+
     Raises:
         BadSource: The file cannot be read, or ends too early.
     """
-    buffer = np.empty(min(CHUNK_BYTES, info.total_bytes), np.uint8)
-    for offset in range(0, info.total_bytes, CHUNK_BYTES):
-        data = buffer[: min(CHUNK_BYTES, info.total_bytes - offset)]
+    if buffer is None:
+        buffer = np.empty(min(CHUNK_BYTES, info.total_bytes), np.uint8)
+    for offset in range(0, info.total_bytes, max(1, len(buffer))):
+        data = buffer[: info.total_bytes - offset]
         reader.read_into(info.file, info.start + offset, data)
         yield offset, data
 
