@@ -32,6 +32,8 @@ class SourceSlice:
         rows: Start, stop and step of the rows of an expert's matrix.
         columns: First byte and the byte after the last of each of these rows.
         row_bytes: Bytes of a whole row of the matrix.
+        transposed: The matrix lies `[columns, rows]` in the file.
+        conversion: Change of values on the way, or None.
         to_row: Row of the stored matrix, before it is laid out, at which they begin.
     """
 
@@ -42,6 +44,8 @@ class SourceSlice:
     rows: tuple[int, int, int]
     columns: tuple[int, int]
     row_bytes: int
+    transposed: bool
+    conversion: str | None
     to_row: int
 
 
@@ -53,13 +57,13 @@ class Pad:
         axis: `rows`, `columns` (of an expert's matrix, in elements) or `stored_rows`.
         start: Size without padding; JSON calls it `from`.
         stop: Size with it; JSON calls it `to`.
-        fill: The byte that it consists of.
+        fill: One element of it in hexadecimal digits, or the one byte that all consists of.
     """
 
     axis: str
     start: int
     stop: int
-    fill: int
+    fill: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,15 @@ class TensorRecord:
         logical_shape: Shape without padding.
         layout: Name of the layout, a key of `Manifest.layouts`; None for a common tensor.
         is_shuffled: Whether AITER's flag belongs on it.
-        conversion: Change of values, or None.
+        merge: A value computed from more than one source tensor, or None; it cannot be undone.
+        packing: Change of width after the layout, or None.
         experts: Start, stop and step of the global ids, in the order in which they are stored.
-        matrix: Rows and bytes per row of one expert's stored matrix.
-        folded: Experts are folded into rows.
+        matrix: Rows, bytes per row, and bytes per row without the layout's own padding, of one
+            expert's matrix before it is packed.
+        form: `matrices`, `folded` (experts folded into rows), `flat`, `rows`, `values`, `scalar`;
+            None for a common tensor.
         pads: Its padding.
-        fill: The byte that padding consists of.
+        fill: One element of padding in hexadecimal digits, or the one byte that all consists of.
         lost: What the conversion lost, or None.
         source: What it is made of; empty where a rank holds padding alone, and for common ones.
         digest: Digest of its bytes.
@@ -114,12 +121,13 @@ class TensorRecord:
     logical_shape: tuple[int, ...]
     layout: str | None
     is_shuffled: bool
-    conversion: str | None
+    merge: str | None
+    packing: str | None
     experts: tuple[int, int, int] | None
-    matrix: tuple[int, int] | None
-    folded: bool
+    matrix: tuple[int, int, int] | None
+    form: str | None
     pads: tuple[Pad, ...]
-    fill: int
+    fill: str
     lost: Lost | None
     source: tuple[SourceSlice, ...]
     digest: str
@@ -172,7 +180,7 @@ class Manifest:
         model: Architecture, model type, and each experts module with its sizes.
         options: What was asked for.
         layouts: Name to description of every layout in use.
-        conversions: Name to meaning of every conversion in use.
+        conversions: Name to meaning of every conversion, merge and packing in use.
         shards: The shards.
         files: The files beside them.
         tensors: Every tensor of every shard.
@@ -192,6 +200,11 @@ class Manifest:
     tensors: tuple[TensorRecord, ...]
     skipped: tuple[Mapping[str, str], ...]
     format_version: int = FORMAT_VERSION
+
+    @property
+    def lossy(self) -> tuple[TensorRecord, ...]:
+        """Tensors that the source cannot be had back from."""
+        return tuple(r for r in self.tensors if r.merge is not None or r.form == "scalar")
 
     def layout(self, name: str) -> Layout:
         """Return a layout as this manifest describes it, whatever our own table says.

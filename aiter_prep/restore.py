@@ -26,6 +26,7 @@ from aiter_prep.undo import (
     accounted,
     common_records,
     require_all_ranks,
+    require_lossless,
     stacks_of,
 )
 
@@ -85,6 +86,7 @@ def restore(
     folder, out = Path(folder), Path(out)
     manifest = read_manifest(folder)
     require_all_ranks(manifest, "restore")
+    require_lossless(manifest)
     _check_out(out)
     work = out.resolve().with_name(f".{out.resolve().name}.restore.partial")
     try:

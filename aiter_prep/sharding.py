@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # gpt-oss is cut in whole blocks of its scales: mirrors
 # vllm/model_executor/models/gpt_oss.py::GptOssModel (0.33) and sglang/srt/models/gpt_oss.py
 BLOCK_COLUMNS = 32
+# FP8 blocks: mirrors oracle/fp8.py::pad_tp_shard_to_weight_blocks of vLLM 0.33
+STRIDE_COLUMNS = 128
 
 
 def equal_parts(size: int, ranks: int) -> tuple[range, ...]:
@@ -39,7 +41,21 @@ def whole_blocks(size: int, ranks: int) -> tuple[range, ...]:
     """
     if size % BLOCK_COLUMNS:
         raise NoRule(f"{size} is not a multiple of {BLOCK_COLUMNS}")
-    part = -(-(size // BLOCK_COLUMNS) // ranks) * BLOCK_COLUMNS
+    return _strided(size, ranks, -(-(size // BLOCK_COLUMNS) // ranks) * BLOCK_COLUMNS)
+
+
+def padded_stride(size: int, ranks: int) -> tuple[range, ...]:
+    """Cut an axis at multiples of the padded part: the last ranks get less, or nothing.
+
+    Only for an engine that reads its checkpoint so.
+
+    Raises:
+        NoRule: The size is not a multiple of the number of ranks.
+    """
+    return _strided(size, ranks, round_up(len(equal_parts(size, ranks)[0]), STRIDE_COLUMNS))
+
+
+def _strided(size: int, ranks: int, part: int) -> tuple[range, ...]:
     return tuple(
         range(min(rank * part, size), min((rank + 1) * part, size)) for rank in range(ranks)
     )
@@ -48,6 +64,44 @@ def whole_blocks(size: int, ranks: int) -> tuple[range, ...]:
 SPLITS: dict[str, Callable[[int, int], tuple[range, ...]]] = {
     "equal_parts": equal_parts,
     "whole_blocks": whole_blocks,
+    "padded_stride": padded_stride,
+}
+
+
+def linear_experts(count: int, ranks: int) -> tuple[range, ...]:
+    """Give each rank consecutive experts; the first ranks get one more where they do not divide.
+
+    mirrors vllm fused_moe/expert_map_manager.py (0.33), placement `linear`.
+
+    Raises:
+        NoRule: There are fewer experts than ranks.
+    """
+    _check_experts(count, ranks)
+    base, rest = divmod(count, ranks)
+    starts = [rank * base + min(rank, rest) for rank in range(ranks + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+def round_robin_experts(count: int, ranks: int) -> tuple[range, ...]:
+    """Give rank r the experts r, r + ranks, r + 2 * ranks, ...
+
+    mirrors vllm fused_moe/expert_map_manager.py (0.33), placement `round_robin`.
+
+    Raises:
+        NoRule: There are fewer experts than ranks.
+    """
+    _check_experts(count, ranks)
+    return tuple(range(rank, count, ranks) for rank in range(ranks))
+
+
+def _check_experts(count: int, ranks: int) -> None:
+    if count < ranks:
+        raise NoRule(f"{count} experts cannot be shared by {ranks} ranks")
+
+
+PLACEMENTS: dict[str, Callable[[int, int], tuple[range, ...]]] = {
+    "linear": linear_experts,
+    "round_robin": round_robin_experts,
 }
 
 

@@ -12,9 +12,11 @@ import numpy as np
 
 from aiter_prep.errors import DataMismatch, NoRule
 from aiter_prep.layouts.conversions import conversion_named
+from aiter_prep.layouts.packing import packing_named
 from aiter_prep.storage.digest import Digest
 from aiter_prep.storage.dtypes import width_of
 from aiter_prep.storage.header import read_header
+from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aiter_prep.layouts.conversions import Conversion
+    from aiter_prep.layouts.packing import Packing
     from aiter_prep.manifest import Manifest, SourceSlice, TensorRecord
     from aiter_prep.storage.buffers import ByteArray
     from aiter_prep.storage.header import TensorInfo
@@ -92,10 +95,11 @@ class StackRecord:
 
 
 def stacks_of(manifest: Manifest) -> list[StackRecord]:
-    """Return the prepared tensors of a manifest, grouped by name."""
+    """Return the prepared tensors of a manifest that can be undone, grouped by name."""
     groups: dict[str, list[TensorRecord]] = defaultdict(list)
+    lossy = {record.name for record in manifest.lossy}
     for record in manifest.tensors:
-        if record.rank is not None:
+        if record.rank is not None and record.name not in lossy:
             groups[record.name].append(record)
     return [
         StackRecord(name, tuple(sorted(records, key=lambda r: r.rank or 0)))
@@ -197,32 +201,40 @@ class Undoer:
                         f"`{record.name}`: rank {record.rank} disagrees with another rank on "
                         f"`{tensor_name(item, expert)}`"
                     )
-            wrong = _count_bad_padding(record, logical)
+            pad_byte = self._manifest.layout(record.layout or "").pad_byte
+            wrong = _count_bad_padding(record, logical, pad_byte)
             if wrong:
                 yield BadPadding(record, expert, wrong)
         for item, matrix in matrices.values():
             tensor = SourceTensor(tensor_name(item, expert), item.dtype, item.shape)
+            if item.transposed:
+                matrix = _turned(matrix, width_of(item.dtype))
             yield Undone(tensor, expert, _offset(item, expert), matrix, _lossy(holders))
 
     def _logical(self, record: TensorRecord, expert: int, digest: Digest) -> ByteArray:
         """Return one expert's stored matrix with its layout undone: uint8 `[rows, row_bytes]`."""
-        stored = np.empty(_matrix(record), np.uint8)
+        rows, row_bytes, _ = _matrix(record)
+        packing = _packing(record)
+        stored = np.empty(_expert_bytes(record), np.uint8)
         index = _experts(record).index(expert)
         info = self.info(record)
         self._reader.read_into(info.file, info.start + index * stored.nbytes, stored)
         digest.update(stored)
-        return self._manifest.layout(record.layout or "").invert(stored)
+        if packing is not None:
+            stored = packing.inverse(stored)
+        return self._manifest.layout(record.layout or "").invert(stored.reshape(rows, row_bytes))
 
     def _bad_tail(self, record: TensorRecord, digest: Digest) -> BadPadding | None:
         """Check the padding behind the last expert of a folded tensor."""
         info = self.info(record)
-        filled = len(_experts(record)) * prod(_matrix(record))
+        filled = len(_experts(record)) * _expert_bytes(record)
         if filled > info.total_bytes:
             raise DataMismatch(f"`{record.name}` is too small for its experts")
         tail = np.empty(info.total_bytes - filled, np.uint8)
         self._reader.read_into(info.file, info.start + filled, tail)
         digest.update(tail)
-        wrong = int(np.count_nonzero(tail != record.fill))
+        pad_byte = self._manifest.layout(record.layout or "").pad_byte
+        wrong = int(np.count_nonzero(tail != pad_byte))
         return BadPadding(record, None, wrong) if wrong else None
 
 
@@ -233,12 +245,11 @@ def _part(
     record: TensorRecord, item: SourceSlice, logical: ByteArray, lost: npt.NDArray[np.int64]
 ) -> ByteArray:
     """Return the source bytes of one slice of a stored matrix; `lost` are row and column."""
-    conversion = _conversion(record)
-    rows, width = len(range(*item.rows)), _stored_width(record, item)
+    conversion = _conversion(item)
+    rows, width = len(range(*item.rows)), _stored_width(item)
     part = logical[item.to_row : item.to_row + rows, :width].copy()
-    if conversion is None:
-        return part
-    part = conversion.inverse(part)
+    if conversion is not None:
+        part = conversion.inverse(part)
     if record.lost is not None:
         places = lost - np.array([item.to_row, 0])
         inside = (places[:, 0] >= 0) & (places[:, 0] < rows) & (places[:, 1] < width)
@@ -250,7 +261,7 @@ def _lost_in(record: TensorRecord, expert: int) -> npt.NDArray[np.int64]:
     """Return row and column of every listed lost byte in an expert's stored matrix."""
     if record.lost is None or record.lost.positions is None:
         return _NOWHERE
-    rows, row_bytes = _matrix(record)
+    rows, row_bytes, _ = _matrix(record)
     start = _experts(record).index(expert) * rows * row_bytes
     places = np.array(record.lost.positions, np.int64) - start
     places = places[(places >= 0) & (places < rows * row_bytes)]
@@ -261,31 +272,41 @@ def _lossy(records: Sequence[TensorRecord]) -> Conversion | None:
     """Return the conversion that lost bytes which the manifest does not list, or None."""
     for record in records:
         if record.lost is not None and record.lost.positions is None:
-            return _conversion(record)
+            return _conversion(record.source[0])
     return None
 
 
-def _stored_width(record: TensorRecord, item: SourceSlice) -> int:
+def _stored_width(item: SourceSlice) -> int:
     """Return how many bytes of a stored row a slice fills."""
-    conversion = _conversion(record)
+    conversion = _conversion(item)
     width = item.columns[1] - item.columns[0]
     if conversion is None:
         return width
     return width // conversion.source_bytes * conversion.stored_bytes
 
 
-def _count_bad_padding(record: TensorRecord, logical: ByteArray) -> int:
-    """Return how many bytes outside the slices are not the fill byte."""
-    wrong = row = 0
+def _count_bad_padding(record: TensorRecord, whole: ByteArray, pad_byte: int) -> int:
+    """Return how many bytes outside the slices are not what padding consists of."""
+    filled_row_bytes = _matrix(record)[2]
+    logical, added = whole[:, :filled_row_bytes], whole[:, filled_row_bytes:]
+    wrong = int(np.count_nonzero(added != pad_byte))
+    fill = _fill_row(record, filled_row_bytes)
+    row = 0
     for item in sorted(record.source, key=lambda item: item.to_row):
         end = item.to_row + len(range(*item.rows))
         if item.to_row < row or end > len(logical):
             raise DataMismatch(f"the slices of `{record.name}` lie over each other")
-        wrong += int(np.count_nonzero(logical[row : item.to_row] != record.fill))
-        beside = logical[item.to_row : end, _stored_width(record, item) :]
-        wrong += int(np.count_nonzero(beside != record.fill))
+        wrong += int(np.count_nonzero(logical[row : item.to_row] != fill))
+        width = _stored_width(item)
+        wrong += int(np.count_nonzero(logical[item.to_row : end, width:] != fill[width:]))
         row = end
-    return wrong + int(np.count_nonzero(logical[row:] != record.fill))
+    return wrong + int(np.count_nonzero(logical[row:] != fill))
+
+
+def _fill_row(record: TensorRecord, row_bytes: int) -> ByteArray:
+    """Return a row of padding."""
+    element = np.frombuffer(bytes.fromhex(record.fill), np.uint8)
+    return np.resize(element, row_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -320,6 +341,8 @@ def _repeats(holders: tuple[TensorRecord, ...]) -> frozenset[tuple[int | None, i
 def _matrix_shape(item: SourceSlice) -> tuple[int, int]:
     """Return the rows and bytes per row of an expert's source matrix."""
     shape = item.shape[1:] if item.fused else item.shape
+    if item.transposed:
+        shape = shape[::-1]
     return (shape[0] if shape else 1), item.row_bytes
 
 
@@ -329,18 +352,36 @@ def _experts(record: TensorRecord) -> range:
     return range(*record.experts)
 
 
-def _matrix(record: TensorRecord) -> tuple[int, int]:
+def _matrix(record: TensorRecord) -> tuple[int, int, int]:
     if record.matrix is None:
         raise DataMismatch(f"the manifest names no matrix for `{record.name}`")
     return record.matrix
 
 
+def _turned(matrix: ByteArray, width: int) -> ByteArray:
+    """Return a matrix of elements of `width` bytes as `[columns, rows]`."""
+    rows, row_bytes = matrix.shape
+    elements = matrix.reshape(rows, row_bytes // width, width)
+    return np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(row_bytes // width, -1)
+
+
 def _offset(item: SourceSlice, expert: int) -> int:
-    return expert * item.shape[1] * item.row_bytes if item.fused else 0
+    return expert * prod(_matrix_shape(item)) if item.fused else 0
 
 
-def _conversion(record: TensorRecord) -> Conversion | None:
-    return None if record.conversion is None else conversion_named(record.conversion)
+def _conversion(item: SourceSlice) -> Conversion | None:
+    return None if item.conversion is None else conversion_named(item.conversion)
+
+
+def _packing(record: TensorRecord) -> Packing | None:
+    return None if record.packing is None else packing_named(record.packing)
+
+
+def _expert_bytes(record: TensorRecord) -> int:
+    """Return the stored bytes of one expert."""
+    rows, row_bytes, _ = _matrix(record)
+    packing = _packing(record)
+    return rows * row_bytes // (packing.ratio if packing else 1)
 
 
 def require_all_ranks(manifest: Manifest, what: str) -> None:
@@ -349,11 +390,27 @@ def require_all_ranks(manifest: Manifest, what: str) -> None:
     Raises:
         NoRule: It was written for some ranks only.
     """
-    ranks, tp = manifest.target["ranks"], manifest.target["tp"]
-    if len(ranks) != tp:
+    ranks = manifest.target["ranks"]
+    count = manifest.target["tp"] * manifest.target["ep"]
+    if len(ranks) != count:
         raise NoRule(
-            f"{what} needs all {tp} ranks, but this folder holds only {ranks}",
+            f"{what} needs all {count} ranks, but this folder holds only {ranks}",
             "convert again without --ranks",
+        )
+
+
+def require_lossless(manifest: Manifest) -> None:
+    """Check that every tensor can be undone.
+
+    Raises:
+        NoRule: One cannot.
+    """
+    if manifest.lossy:
+        record = manifest.lossy[0]
+        how = manifest.conversions.get(record.merge or "", "one value stands for many")
+        raise NoRule(
+            f"`{printable(record.name)}` cannot be undone: {how} ({len(manifest.lossy)} such)",
+            "keep the source: it is the only way back",
         )
 
 
@@ -363,8 +420,9 @@ def common_records(manifest: Manifest) -> Sequence[TensorRecord]:
 
 
 def accounted(manifest: Manifest) -> Mapping[str, SourceTensor]:
-    """Return every source tensor that the folder can bring back, by name."""
+    """Return every source tensor that the folder was made of, by name."""
     found = {r.name: SourceTensor(r.name, r.dtype, r.shape) for r in common_records(manifest)}
-    for stack in stacks_of(manifest):
-        found.update(source_tensors(stack))
+    for record in manifest.tensors:
+        if record.rank is not None:
+            found.update(source_tensors(StackRecord(record.name, (record,))))
     return found

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiter_prep.backends.table import backend_named
 from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, InvalidUsage
 from aiter_prep.execute import Progress
-from aiter_prep.execute.record import wrapped_config
+from aiter_prep.execute.comparison import ComparisonSink
+from aiter_prep.execute.jobs import Context, run_block
+from aiter_prep.execute.record import plan_arguments, wrapped_config
 from aiter_prep.manifest import read_manifest
+from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE
 from aiter_prep.storage.digest import Digest, digest_of, tree_digest
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
 from aiter_prep.storage.reader import FolderReader, chunks
+from aiter_prep.storage.scratch import Scratch
 from aiter_prep.undo import (
     BadPadding,
     Undoer,
@@ -252,11 +258,29 @@ class _Check:
                     self._add(record.file, fault.message, record)
             for record in common_records(self._manifest):
                 self._compare_common(undoer, record, source, stored, reader)
+        if self._manifest.lossy:
+            self._compare_lossy(source)
         if lost:
             self._notes.append(
                 f"{lost} negative zeros (FP8 byte 0x80) of the source are zeros on "
                 f"{self._manifest.target.get('gfx')}"
             )
+
+    def _compare_lossy(self, source: Checkpoint) -> None:
+        """Compute what cannot be undone from the source again, and compare."""
+        sink = ComparisonSink(self._folder, self._manifest)
+        plan = make_plan(source, **plan_arguments(self._manifest))
+        with FolderReader(source.folder) as reader:
+            backend = backend_named("cpu")
+            context = Context(reader, sink, Scratch(), backend, threading.Event(), self._advance)
+            for block in plan.blocks:
+                run_block(context, block, only_lossy=True)
+        for record in sink.different:
+            self._add(record.file, "differs from what the source gives", record)
+        self._notes.append(
+            f"{len(self._manifest.lossy)} tensors cannot be undone; they were computed again from "
+            "the source and compared"
+        )
 
     def _compare_names(self, source: Checkpoint) -> None:
         """Check that every source tensor is accounted for, and the config is the source's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from aiter_prep.backends.cpu import CpuBackend
 from aiter_prep.errors import NoRule
@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
     from aiter_prep.layouts.permutation import Layout
     from aiter_prep.storage.buffers import ByteArray
+
+
+# Bytes of many experts, `[experts, rows, columns]`, and the row and byte at which they begin.
+PlacedPart: TypeAlias = "tuple[ByteArray, int, int]"
 
 
 class Backend(Protocol):
@@ -27,10 +31,8 @@ class Backend(Protocol):
     device: str
     aiter_version: str | None
 
-    def lay_out(
-        self, layout: Layout, pieces: Sequence[tuple[ByteArray, int]], stored: ByteArray
-    ) -> None:
-        """Place pieces of many experts' matrices; see `CpuBackend.lay_out`."""
+    def lay_out(self, layout: Layout, parts: Sequence[PlacedPart], stored: ByteArray) -> None:
+        """Place parts of many experts' matrices; see `CpuBackend.lay_out`."""
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": CpuBackend}

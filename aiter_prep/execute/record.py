@@ -18,7 +18,6 @@ from aiter_prep.manifest import (
 )
 from aiter_prep.storage.checkpoint import METHOD
 from aiter_prep.storage.digest import digest_of, tree_digest
-from aiter_prep.storage.dtypes import width_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +48,8 @@ def manifest_of(
     """
     stacks = [stack for block in plan.blocks for stack in block.stacks]
     layouts = {stack.layout.name: describe_layout(stack.layout) for stack in stacks}
-    conversions = {s.conversion.name: s.conversion.meaning for s in stacks if s.conversion}
+    changes = [c for s in stacks for c in (s.merge, s.packing, *(x.conversion for x in s.sources))]
+    conversions = {change.name: change.meaning for change in changes if change is not None}
     return Manifest(
         created_by={
             "name": "aiter-prep",
@@ -61,7 +61,12 @@ def manifest_of(
         source=_source(plan),
         target=_target(plan),
         model=_model(plan),
-        options={"max_shard_bytes": plan.max_shard_bytes},
+        options={
+            "as_common": list(plan.as_common),
+            "engine": dict(plan.options),
+            "max_shard_bytes": plan.max_shard_bytes,
+            "trust_tensors": plan.trust_tensors,
+        },
         layouts=layouts,
         conversions=conversions,
         shards=tuple(_shard(shard, done[shard.file]) for shard in plan.shards),
@@ -69,6 +74,23 @@ def manifest_of(
         tensors=tuple(_tensors(plan, done)),
         skipped=tuple({"name": name, "reason": reason} for name, reason in plan.skipped),
     )
+
+
+def plan_arguments(manifest: Manifest) -> dict[str, Any]:
+    """Return the arguments of `make_plan` that a manifest was planned with."""
+    target, options = manifest.target, manifest.options
+    return {
+        "tp": target["tp"],
+        "ep": target["ep"],
+        "placement": target["placement"],
+        "target": target["name"],
+        "gfx": target["gfx"],
+        "ranks": target["ranks"],
+        "options": options["engine"],
+        "max_shard_bytes": options["max_shard_bytes"],
+        "as_common": options["as_common"],
+        "trust_tensors": options["trust_tensors"],
+    }
 
 
 def wrapped_config(config: Mapping[str, Any]) -> bytes:
@@ -106,8 +128,9 @@ def _target(plan: Plan) -> dict[str, Any]:
         "engine": plan.target.engine,
         "engine_version": plan.target.engine_version,
         "gfx": plan.gfx,
-        "tp": plan.tp,
-        "ep": 1,
+        "tp": plan.parallel.tp,
+        "ep": plan.parallel.ep,
+        "placement": plan.parallel.placement,
         "ranks": list(plan.ranks),
     }
 
@@ -175,12 +198,13 @@ def _common(tensor: TensorInfo, file: str, digest: str) -> TensorRecord:
         logical_shape=tensor.shape,
         layout=None,
         is_shuffled=False,
-        conversion=None,
+        merge=None,
+        packing=None,
         experts=None,
         matrix=None,
-        folded=False,
+        form=None,
         pads=(),
-        fill=0,
+        fill="",
         lost=None,
         source=(),
         digest=digest,
@@ -198,12 +222,13 @@ def _prepared(stack: Stack, step: Step, file: str, written: Written) -> TensorRe
         logical_shape=step.logical_shape,
         layout=stack.layout.name,
         is_shuffled=stack.layout.is_shuffled,
-        conversion=stack.conversion.name if stack.conversion else None,
+        merge=stack.merge.name if stack.merge else None,
+        packing=stack.packing.name if stack.packing else None,
         experts=(step.experts.start, step.experts.stop, step.experts.step),
-        matrix=(stack.rows, stack.row_bytes),
-        folded=stack.form.folded,
+        matrix=(stack.rows, stack.row_bytes, stack.filled_row_bytes),
+        form=stack.form.shape,
         pads=tuple(_pads(stack, step)),
-        fill=stack.form.fill,
+        fill=stack.form.fill.hex(),
         lost=_lost(stack, written),
         source=tuple(_slice(stack, piece) for piece in step.pieces),
         digest=written.digest,
@@ -211,7 +236,8 @@ def _prepared(stack: Stack, step: Step, file: str, written: Written) -> TensorRe
 
 
 def _lost(stack: Stack, written: Written) -> Lost | None:
-    lost = stack.conversion.lost if stack.conversion else None
+    conversion = stack.sources[0].conversion
+    lost = conversion.lost if conversion else None
     if lost is None or not written.lost_count:
         return None
     return Lost(*lost, written.lost_count, written.lost_positions)
@@ -219,13 +245,18 @@ def _lost(stack: Stack, written: Written) -> Lost | None:
 
 def _pads(stack: Stack, step: Step) -> Iterator[Pad]:
     experts, rows, *columns = step.logical_shape
-    stored_columns = stack.row_bytes // width_of(stack.dtype)
+    fill, layout_fill = stack.form.fill.hex(), f"{stack.layout.pad_byte:02x}"
     if rows != stack.rows:
-        yield Pad("rows", rows, stack.rows, stack.form.fill)
-    if columns and columns[0] != stored_columns:
-        yield Pad("columns", columns[0], stored_columns, stack.form.fill)
-    if stack.form.folded and step.shape[0] != experts * stack.rows:
-        yield Pad("stored_rows", experts * stack.rows, step.shape[0], stack.form.fill)
+        yield Pad("rows", rows, stack.rows, fill)
+    # in units of the matrix before it is packed, so that both sizes are of one kind
+    width = stack.filled_row_bytes // max(1, stack.filled_columns)
+    filled, stored = stack.filled_columns, stack.row_bytes // width
+    if columns and columns[0] != filled:
+        yield Pad("columns", columns[0], filled, fill)
+    if stored != filled:
+        yield Pad("layout_columns", filled, stored, layout_fill)
+    if stack.form.shape == "folded" and step.shape[0] != experts * stack.rows:
+        yield Pad("stored_rows", experts * stack.rows, step.shape[0], layout_fill)
 
 
 def _slice(stack: Stack, piece: Piece) -> SourceSlice:
@@ -238,5 +269,7 @@ def _slice(stack: Stack, piece: Piece) -> SourceSlice:
         rows=(piece.rows.start, piece.rows.stop, piece.rows.step),
         columns=(piece.columns.start, piece.columns.stop),
         row_bytes=source.row_bytes,
+        transposed=source.transposed,
+        conversion=source.conversion.name if source.conversion else None,
         to_row=piece.to_row,
     )

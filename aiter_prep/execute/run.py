@@ -106,7 +106,8 @@ def fingerprint_of(plan: Plan) -> str:
             {
                 "headers": [digest_of(shard.layout.header) for shard in plan.shards],
                 "source": [[h.file, h.file_bytes, h.digest] for h in plan.checkpoint.headers],
-                "target": [plan.target.name, plan.gfx, plan.tp, list(plan.ranks)],
+                "target": [plan.target.name, plan.gfx, list(plan.ranks), plan.options],
+                "parallel": [plan.parallel.tp, plan.parallel.ep, plan.parallel.placement],
             }
         )
     )

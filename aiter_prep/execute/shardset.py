@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from aiter_prep.plan.shards import Shard
     from aiter_prep.storage.buffers import Bytes
     from aiter_prep.storage.output import OutputFolder, ShardFile, Written
-    from aiter_prep.storage.shard import Slot
 
 
 class ShardSet:
@@ -38,9 +37,9 @@ class ShardSet:
         """Return whether a tensor lies in a shard that was finished before."""
         return self._place[rank, name][0].file in self._output.finished
 
-    def slot(self, rank: int | None, name: str) -> Slot:
-        """Return where a tensor lies in its shard."""
-        return self._place[rank, name][1]
+    def total_bytes(self, rank: int | None, name: str) -> int:
+        """Return the size of a tensor."""
+        return self._place[rank, name][1].total_bytes
 
     def write(self, rank: int | None, name: str, offset: int, data: Bytes) -> None:
         """Write some bytes of a tensor, `offset` bytes behind its start."""

@@ -14,10 +14,13 @@ from aiter_prep.families.names import (
     GATE_UP,
     INPUT_SCALE,
     SCALE,
+    SCALE_2,
+    SUFFIXES,
     UP,
     WEIGHT,
     ExpertName,
     Family,
+    family_of,
 )
 from aiter_prep.families.schemes import SCHEMES, Scheme, matches
 from aiter_prep.storage.dtypes import width_of
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     from aiter_prep.storage.header import TensorInfo
 
+MATRIX_AXES = 2
 EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
@@ -42,8 +46,9 @@ class Part:
         pattern: The names, with `{expert}` for the id.
         fused: One tensor holds all experts.
         tensors: One per expert in the order of ids, or the one that holds all.
-        rows: Rows of one expert's matrix.
+        rows: Rows of one expert's matrix, rows being what the projection puts out.
         columns: Elements in a row of it.
+        transposed: The matrix lies `[columns, rows]` in the file.
     """
 
     projection: str
@@ -54,6 +59,7 @@ class Part:
     tensors: tuple[TensorInfo, ...]
     rows: int
     columns: int
+    transposed: bool = False
 
     @property
     def dtype(self) -> str:
@@ -103,34 +109,33 @@ class BlockBuilder:
         self._names: dict[tuple[str, str], ExpertName] = {}
 
     def add(self, name: ExpertName, tensor: TensorInfo) -> None:
-        """Add one tensor.
-
-        Raises:
-            NoRule: The module mixes two spellings.
-        """
-        key = (name.projection, name.role)
-        first = self._names.setdefault(key, name)
-        any_name = next(iter(self._names.values()))
-        if first.suffix != name.suffix or any_name.family is not name.family:
-            raise NoRule(
-                f"`{printable(self._experts)}` mixes two spellings: "
-                f"`{printable(tensor.name)}` and `{printable(self._example(key))}`"
-            )
+        """Add one tensor."""
+        key = (name.key, name.suffix)
+        self._names.setdefault(key, name)
         self._found.setdefault(key, {})[name.expert] = tensor
 
-    def build(self, expected_experts: frozenset[int]) -> ExpertBlock:
+    def build(self, expected_experts: frozenset[int], model_type: str) -> ExpertBlock:
         """Return the module, checked.
 
         Args:
             expected_experts: Numbers of experts that the config allows; empty for any.
+            model_type: `model_type` of the config.
 
         Raises:
             BadSource: A tensor is missing or has another shape than its siblings.
-            NoRule: No scheme describes the module.
+            NoRule: No family or no scheme describes the module.
         """
+        family = family_of(self._experts, self._names.values(), model_type)
         count = self._expert_count(expected_experts)
-        parts = {key: self._part(key, count) for key in self._found}
-        family = next(iter(self._names.values())).family
+        parts: dict[tuple[str, str], Part] = {}
+        for key in self._found:
+            part = self._part(key, count, family)
+            other = parts.setdefault((part.projection, part.role), part)
+            if other is not part:
+                raise NoRule(
+                    f"`{printable(self._experts)}` mixes two spellings: "
+                    f"`{printable(part.pattern)}` and `{printable(other.pattern)}`"
+                )
         self._check_projections(family, parts)
         stored_hidden, intermediate = _sizes(parts)
         scheme = _scheme(self._experts, parts)
@@ -145,17 +150,9 @@ class BlockBuilder:
             counts = {next(iter(t.values())).shape[:1] for t in self._found.values()}
             if len(counts) != 1 or counts == {()}:
                 raise BadSource(f"the tensors of `{printable(self._experts)}` disagree on experts")
-            return int(counts.pop()[0])
-        held = {expert for expert in ids if expert is not None}
-        count = max(held) + 1
-        wanted = range(count if count in expected else max(count, *expected, 0))
-        missing = [expert for expert in wanted if expert not in held]
-        if missing:
-            raise BadSource(
-                f"`{printable(self._experts)}` lacks expert {missing[0]} "
-                f"({len(missing)} missing of {len(wanted)})",
-                "finish the download",
-            )
+            count = int(counts.pop()[0])
+        else:
+            count = self._listed_experts({e for e in ids if e is not None}, expected)
         if expected and count not in expected:
             raise BadSource(
                 f"`{printable(self._experts)}` holds {count} experts, the config says "
@@ -163,12 +160,30 @@ class BlockBuilder:
             )
         return count
 
-    def _part(self, key: tuple[str, str], count: int) -> Part:
+    def _listed_experts(self, held: set[int], expected: frozenset[int]) -> int:
+        """Return the number of experts where each has tensors of its own."""
+        count = max(held) + 1
+        wanted = count if count in expected else max(count, *expected, 0)
+        missing = [expert for expert in range(wanted) if expert not in held]
+        if missing:
+            raise BadSource(
+                f"`{printable(self._experts)}` lacks expert {missing[0]} "
+                f"({len(missing)} missing of {wanted})",
+                "finish the download",
+            )
+        return count
+
+    def _part(self, key: tuple[str, str], count: int, family: Family) -> Part:
         name, found = self._names[key], self._found[key]
         fused = name.expert is None
+        projection, role = (
+            family.fused[name.key]
+            if fused
+            else (family.projections[name.key], SUFFIXES[name.suffix])
+        )
         if not fused and len(found) != count:
             lost = next(expert for expert in range(count) if expert not in found)
-            example = self._pattern(key).format(expert=lost)
+            example = self._pattern(key).replace("{expert}", str(lost))
             raise BadSource(f"tensor `{printable(example)}` is missing", "finish the download")
         tensors = tuple(found[expert] for expert in ((None,) if fused else range(count)))
         first = tensors[0]
@@ -179,22 +194,30 @@ class BlockBuilder:
                     f"`{printable(first.name)}` is {first.dtype} {list(first.shape)}"
                 )
         shape = first.shape[1:] if fused else first.shape
+        transposed = family.transposed and len(shape) == MATRIX_AXES
+        if transposed:
+            shape = shape[::-1]
         rows, columns = (shape[0] if shape else 1), prod(shape[1:])
-        return Part(*key, name.suffix, self._pattern(key), fused, tensors, rows, columns)
+        return Part(
+            projection,
+            role,
+            name.suffix,
+            self._pattern(key),
+            fused,
+            tensors,
+            rows,
+            columns,
+            transposed,
+        )
 
     def _pattern(self, key: tuple[str, str]) -> str:
         name = self._names[key]
-        example = self._example(key)
         if name.expert is None:
-            return example
-        tail = example[len(self._experts) + 1 :].partition(".")[2]
-        return f"{self._experts}.{{expert}}.{tail}"
-
-    def _example(self, key: tuple[str, str]) -> str:
-        return next(iter(self._found[key].values())).name
+            return f"{self._experts}.{name.key}"
+        return f"{self._experts}.{{expert}}.{name.key}.{name.suffix}"
 
     def _check_projections(self, family: Family, parts: Mapping[tuple[str, str], Part]) -> None:
-        needed = (GATE_UP, DOWN) if family.fused else (GATE, UP, DOWN)
+        needed = (GATE_UP, DOWN) if family.has_gate_up else (GATE, UP, DOWN)
         roles = {role for _, role in parts}
         for role in sorted(roles | {WEIGHT}):
             for projection in needed:
@@ -222,10 +245,11 @@ def group_blocks(
             builder = builders[name.experts] = BlockBuilder(name.experts)
         builder.add(name, tensor)
     expected = expert_counts(config)
+    model_type = text_model_type(config)
     for experts in sorted(builders, key=natural_key):
         # an MTP block may have its own number of experts, as DeepSeek-V4.1's does
         is_mtp = "mtp" in experts.split(".")
-        yield builders[experts].build(frozenset() if is_mtp else expected)
+        yield builders[experts].build(frozenset() if is_mtp else expected, model_type)
 
 
 def expert_counts(config: Mapping[str, Any]) -> frozenset[int]:
@@ -233,6 +257,15 @@ def expert_counts(config: Mapping[str, Any]) -> frozenset[int]:
     holders = [config, config.get("text_config")]
     values = [h.get(key) for h in holders if isinstance(h, dict) for key in EXPERT_COUNT_KEYS]
     return frozenset(value for value in values if type(value) is int and value > 0)
+
+
+def text_model_type(config: Mapping[str, Any]) -> str:
+    """Return `model_type` of the language model: of `text_config` where there is one."""
+    for holder in (config.get("text_config"), config):
+        value = holder.get("model_type") if isinstance(holder, dict) else None
+        if isinstance(value, str):
+            return value
+    return "unknown"
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -318,4 +351,6 @@ def _shape_fits(scheme: Scheme, part: Part, rows: int, columns: int) -> bool:
         return shape == (rows,)
     if part.role == INPUT_SCALE:
         return shape in {(), (1,)}
+    if part.role == SCALE_2:
+        return shape == (rows,)
     return matches(scheme.scale_unit, shape, rows, columns)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from aiter_prep.families.promises import promised_scheme
-
 from aiter_prep.errors import NoRule
 from aiter_prep.families.blocks import ExpertBlock, group_blocks, natural_key
 from aiter_prep.families.common import common_rule_of
-from aiter_prep.families.names import ExpertName, parse_expert_name
+from aiter_prep.families.names import SHAPE, ExpertName, parse_expert_name
+from aiter_prep.families.promises import promised_scheme
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
@@ -71,7 +70,11 @@ def classify(checkpoint: Checkpoint, as_common: Sequence[str] = ()) -> Classifie
         if any(fnmatchcase(name, pattern) for pattern in as_common):
             common.append(tensor)
         elif (parsed := parse_expert_name(name)) is not None:
-            named.append((parsed, tensor))
+            # a packed weight's shape: engines compute it again, and only `restore` needs it
+            if parsed.suffix == SHAPE:
+                common.append(tensor)
+            else:
+                named.append((parsed, tensor))
         elif common_rule_of(name) is not None:
             common.append(tensor)
         else:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NEGATIVE_ZERO = 0x80
 FP8_NANS = (0x7F, 0xFF)
+E8M0_NAN = 0xFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,12 @@ def _scaled(name: str, factor: float) -> Callable[[ByteArray], ByteArray]:
     return scale
 
 
+def _then(
+    first: Callable[[ByteArray], ByteArray], second: Callable[[ByteArray], ByteArray]
+) -> Callable[[ByteArray], ByteArray]:
+    return lambda data: second(first(data))
+
+
 def _as_f32(data: ByteArray) -> npt.NDArray[np.floating]:
     return data.view("<f4")
 
@@ -117,7 +124,43 @@ def _f32_to_bf16(values: npt.NDArray[np.floating]) -> ByteArray:
 _READ = {"F32": _as_f32, "F16": _as_f16, "BF16": _bf16_as_f32}
 _WRITE = {"F32": _raw, "F16": _raw, "BF16": _f32_to_bf16}
 
+
+def _widen_f16(data: ByteArray) -> ByteArray:
+    return data.view("<f2").astype("<f4").view(np.uint8)
+
+
+def _narrow_to_f16(data: ByteArray) -> ByteArray:
+    return data.view("<f4").astype("<f2").view(np.uint8)
+
+
+def _e8m0_to_f32(data: ByteArray) -> ByteArray:
+    """2^(byte - 127); 0x00 is subnormal in F32, and 0xFF is NaN."""
+    bits = data.astype("<u4") << np.uint32(23)
+    bits = np.where(data == 0, np.uint32(1 << 22), bits)
+    return np.where(data == E8M0_NAN, np.uint32(0x7FC00000), bits).astype("<u4").view(np.uint8)
+
+
+def _f32_to_e8m0(data: ByteArray) -> ByteArray:
+    return (data.view("<u4") >> np.uint32(23)).astype(np.uint8)
+
+
+def _unpack_int4(data: ByteArray) -> ByteArray:
+    """Nibbles, low first, each 8 above its value, to one signed byte each."""
+    pairs = np.stack([data & 0x0F, data >> np.uint8(4)], axis=-1)
+    return (pairs - np.uint8(8)).reshape(*data.shape[:-1], -1)
+
+
+def _pack_int4(data: ByteArray) -> ByteArray:
+    nibbles = (data + np.uint8(8)) & 0x0F
+    return (nibbles[..., 0::2] | (nibbles[..., 1::2] << np.uint8(4))).astype(np.uint8)
+
+
 _CONVERSIONS = (
+    Conversion("f16_to_f32", "the same values in F32", 2, 4, _widen_f16, _narrow_to_f16),
+    Conversion("e8m0_to_f32", "the same powers of two in F32", 1, 4, _e8m0_to_f32, _f32_to_e8m0),
+    Conversion(
+        "int4_to_int8", "packed int4, stored 8 above, as bytes", 1, 2, _unpack_int4, _pack_int4
+    ),
     Conversion(
         "e4m3fn_to_e4m3fnuz",
         "byte 0x80 becomes 0x00; the scales are doubled, so every value stays",
@@ -128,6 +171,21 @@ _CONVERSIONS = (
         lost=(NEGATIVE_ZERO, 0),
     ),
     Conversion("bf16_to_f32", "the same values in F32", 2, 4, _widen_bf16, _narrow_to_bf16),
+    *(
+        Conversion(
+            f"{name}_times_2",
+            "the same values in F32, doubled",
+            width,
+            4,
+            _then(widen, _scaled("F32", 2.0)),
+            _then(_scaled("F32", 0.5), narrow),
+        )
+        for name, width, widen, narrow in (
+            ("bf16_to_f32", 2, _widen_bf16, _narrow_to_bf16),
+            ("f16_to_f32", 2, _widen_f16, _narrow_to_f16),
+            ("e8m0_to_f32", 1, _e8m0_to_f32, _f32_to_e8m0),
+        )
+    ),
     *(
         Conversion(
             f"{dtype.lower()}_times_2",

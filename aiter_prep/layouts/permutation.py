@@ -39,6 +39,7 @@ class Layout:
         order: Digit `order[j]` of (rows + columns) is the j-th digit of the place in storage.
         row_pad: The whole matrix is padded to a multiple of this many rows.
         column_pad: Every row is padded to a multiple of this many bytes.
+        pad_byte: What this padding consists of.
         column_multiple: Bytes of a row, padding included, must be a multiple of this.
         is_shuffled: Whether AITER's flag belongs on a tensor of this layout.
         aiter_call: The call of AITER that brings the same bytes.
@@ -53,6 +54,7 @@ class Layout:
     order: tuple[int, ...]
     row_pad: int = 1
     column_pad: int = 1
+    pad_byte: int = 0
     column_multiple: int = 1
     is_shuffled: bool = True
     aiter_call: str = ""
@@ -136,21 +138,23 @@ class Layout:
         # mode="clip": numpy writes straight into `out`; every index is in range
         np.take(gathered, within.reshape(-1), 1, stored.reshape(gathered.shape), "clip")
 
-    def place(self, stored: ByteArray, part: ByteArray, row: int) -> None:
+    def place(self, stored: ByteArray, part: ByteArray, row: int, column: int = 0) -> None:
         """Write a part of the logical matrix into its place in storage.
 
         Args:
             stored: C-contiguous uint8 `[..., rows, columns]`: the whole matrix, laid out.
             part: uint8 `[..., part_rows, part_columns]`, any strides along the rows.
-            row: The logical row at which the part begins; its columns begin at 0.
+            row: The logical row at which the part begins.
+            column: The byte of these rows at which it begins.
         """
         view = self.logical_view(stored)
         for row_run in runs(self._rows(stored.shape[-2]), row, row + part.shape[-2]):
-            for column_run in runs(self._columns(stored.shape[-1]), 0, part.shape[-1]):
+            columns = self._columns(stored.shape[-1])
+            for column_run in runs(columns, column, column + part.shape[-1]):
                 source = part[
                     ...,
                     row_run.start - row : row_run.stop - row,
-                    column_run.start : column_run.stop,
+                    column_run.start - column : column_run.stop - column,
                 ]
                 target = view[(..., *row_run.index, *column_run.index)]
                 _copy(target, source.reshape(target.shape))

@@ -54,6 +54,8 @@ _LAYOUTS = (
         order=(0, 3, 5, 2, 4, 1),
         row_pad=256,
         column_pad=8,
+        # AITER leaves these bytes uninitialised; 0x00 is 2^-127 and never a NaN
+        pad_byte=0x00,
         aiter_call="e8m0_shuffle(x)",
     ),
     Layout(
@@ -63,6 +65,7 @@ _LAYOUTS = (
         columns=(REST, 2, 4),
         order=(1, 3, 5, 2, 4, 0),
         column_pad=8,
+        pad_byte=0x7F,
         aiter_call="shuffle_scale(x, experts_cnt=E, is_guinterleave=True, gate_up=True)",
     ),
     Layout(
@@ -72,6 +75,7 @@ _LAYOUTS = (
         columns=(REST, 2, 4),
         order=(0, 3, 5, 2, 4, 1),
         column_pad=8,
+        pad_byte=0x7F,
         aiter_call="shuffle_scale(x, experts_cnt=E, is_guinterleave=True, gate_up=False)",
     ),
     Layout(
@@ -89,6 +93,15 @@ _LAYOUTS = (
         columns=(REST, 4),
         order=(1, 3, 2, 0, 4),
         aiter_call="moe_shuffle_scale(x, E, is_guinterleave=True, gate_up=True) on gfx1250",
+    ),
+    Layout(
+        name="int4_scale",
+        row_order="separated",
+        rows=(REST,),
+        columns=(REST, 2, 2),  # pairs of groups, two bytes each
+        order=(1, 0, 2, 3),
+        is_shuffled=False,
+        aiter_call="shuffle_scale_for_int4(x.transpose(-1, -2))",
     ),
 )
 

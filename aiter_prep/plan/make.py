@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 from aiter_prep.errors import InvalidUsage, NoRule
 from aiter_prep.families.classify import Classified, classify, contradictions
-from aiter_prep.plan.cut import Cut, cut_block
+from aiter_prep.families.traits import traits_of
+from aiter_prep.plan.cut import Cut, Parallel, cut_block
 from aiter_prep.plan.shards import Shard, common_shards, rank_shards
-from aiter_prep.plan.steps import stacks_of
+from aiter_prep.plan.stacks import stacks_of
+from aiter_prep.sharding import PLACEMENTS
 from aiter_prep.storage.folder import small_files
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.targets.model import DEFAULT, OPTIONS
 from aiter_prep.targets.table import DEFAULT_TARGET, target_named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from aiter_prep.families.blocks import ExpertBlock
     from aiter_prep.plan.steps import Stack
@@ -52,9 +55,12 @@ class Plan:
         checkpoint: The source.
         target: What the result is for.
         gfx: The chip.
-        tp: Tensor-parallel ranks.
+        parallel: How the ranks share the experts.
+        options: What chose between paths of the target, by name.
         ranks: The ranks whose shards are written.
         max_shard_bytes: Limit for a shard's data; only a single larger tensor exceeds it.
+        as_common: Patterns of names that are copied, though no rule knows them.
+        trust_tensors: Whether a config that promises another scheme was passed over.
         blocks: Experts modules, in the order of their layers.
         common: Tensors that are copied as they are.
         skipped: Tensors that are left out: name and reason.
@@ -66,9 +72,12 @@ class Plan:
     checkpoint: Checkpoint
     target: Target
     gfx: str
-    tp: int
+    parallel: Parallel
+    options: Mapping[str, str]
     ranks: tuple[int, ...]
     max_shard_bytes: int
+    as_common: tuple[str, ...]
+    trust_tensors: bool
     blocks: tuple[BlockPlan, ...]
     common: tuple[TensorInfo, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -84,15 +93,18 @@ class Plan:
     @property
     def is_complete(self) -> bool:
         """Whether the shards of every rank are written."""
-        return len(self.ranks) == self.tp
+        return len(self.ranks) == self.parallel.ranks
 
 
 def make_plan(
     checkpoint: Checkpoint,
     *,
-    tp: int,
+    tp: int = 1,
+    ep: int = 1,
+    placement: str = "linear",
     target: str = DEFAULT_TARGET,
     gfx: str | None = None,
+    options: Mapping[str, str] | None = None,
     ranks: Sequence[int] | None = None,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     as_common: Sequence[str] = (),
@@ -103,8 +115,12 @@ def make_plan(
     Args:
         checkpoint: The source, opened.
         tp: Number of tensor-parallel ranks.
+        ep: Number of expert-parallel ranks; then `tp` is 1.
+        placement: Which experts an expert-parallel rank holds: `linear` or `round_robin`.
         target: Name of a target, such as `aiter`.
         gfx: The chip; the target's first by default.
+        options: What an engine's flags and environment decide, by the names of
+            `targets.model.OPTIONS`; each has the engine's default.
         ranks: Ranks to write; all by default.
         max_shard_bytes: Limit for the data of a shard.
         as_common: Patterns of names that no rule knows but that are to be copied.
@@ -115,7 +131,9 @@ def make_plan(
         BadSource: An experts module lacks a tensor.
         InvalidUsage: A number is out of range.
     """
-    chosen_ranks = _check_numbers(tp, ranks, max_shard_bytes)
+    parallel = _check_parallel(tp, ep, placement)
+    chosen_ranks = _check_numbers(parallel, ranks, max_shard_bytes)
+    chosen_options = _check_options(options or {})
     found = target_named(target)
     chip = gfx or found.chips[0]
     found.check_chip(chip)
@@ -124,11 +142,12 @@ def make_plan(
         *_contradiction_warnings(checkpoint, classified, trust_tensors=trust_tensors),
         *_leftover_warnings(checkpoint),
     ]
-    blocks = tuple(_plan_blocks(classified, found, chip, tp, chosen_ranks))
+    traits = {**chosen_options, **traits_of(checkpoint), "chip": chip}
+    blocks = tuple(_plan_blocks(classified, found, traits, parallel, chosen_ranks))
     copied, left = small_files(checkpoint.folder)
     warnings += [f"`{printable(name)}` is not copied: a folder, or a large file" for name in left]
     warnings += _block_warnings(blocks)
-    facts = {"gfx": chip, "target": found.name, "tp": tp}
+    facts = {"ep": ep, "gfx": chip, "target": found.name, "tp": tp}
     shards = (
         *rank_shards([plan.stacks for plan in blocks], chosen_ranks, max_shard_bytes, facts),
         *common_shards(classified.common, max_shard_bytes, facts),
@@ -137,9 +156,12 @@ def make_plan(
         checkpoint=checkpoint,
         target=found,
         gfx=chip,
-        tp=tp,
+        parallel=parallel,
+        options={k: v for k, v in chosen_options.items() if v != DEFAULT},
         ranks=chosen_ranks,
         max_shard_bytes=max_shard_bytes,
+        as_common=tuple(as_common),
+        trust_tensors=trust_tensors,
         blocks=blocks,
         common=classified.common,
         skipped=classified.skipped,
@@ -149,25 +171,54 @@ def make_plan(
     )
 
 
-def _check_numbers(tp: int, ranks: Sequence[int] | None, max_shard_bytes: int) -> tuple[int, ...]:
-    if not 1 <= tp <= MAX_RANKS:
-        raise InvalidUsage(f"--tp {tp} is out of range: 1 to {MAX_RANKS}")
+def _check_parallel(tp: int, ep: int, placement: str) -> Parallel:
+    for flag, number in (("--tp", tp), ("--ep", ep)):
+        if not 1 <= number <= MAX_RANKS:
+            raise InvalidUsage(f"{flag} {number} is out of range: 1 to {MAX_RANKS}")
+    if tp > 1 and ep > 1:
+        raise InvalidUsage(
+            f"--tp {tp} and --ep {ep} exclude each other: an expert-parallel rank holds whole "
+            "experts",
+            "give --ep alone, with the number of all ranks",
+        )
+    if placement not in PLACEMENTS:
+        raise InvalidUsage(
+            f"placement {placement} is not known", f"use one of {', '.join(PLACEMENTS)}"
+        )
+    return Parallel(tp, ep, placement)
+
+
+def _check_options(options: Mapping[str, str]) -> dict[str, str]:
+    for name in options:
+        if name not in OPTIONS:
+            raise InvalidUsage(f"option {name} is not known", f"use one of {', '.join(OPTIONS)}")
+    return {name: options.get(name, DEFAULT) for name in OPTIONS}
+
+
+def _check_numbers(
+    parallel: Parallel, ranks: Sequence[int] | None, max_shard_bytes: int
+) -> tuple[int, ...]:
+    count = parallel.ranks
     if max_shard_bytes < 1:
         raise InvalidUsage(f"--max-shard-size {max_shard_bytes} is out of range: at least 1")
     if ranks is None:
-        return tuple(range(tp))
+        return tuple(range(count))
     chosen = tuple(sorted(set(ranks)))
-    if not chosen or chosen[0] < 0 or chosen[-1] >= tp:
-        raise InvalidUsage(f"--ranks {list(ranks)} is out of range: 0 to {tp - 1}")
+    if not chosen or chosen[0] < 0 or chosen[-1] >= count:
+        raise InvalidUsage(f"--ranks {list(ranks)} is out of range: 0 to {count - 1}")
     return chosen
 
 
 def _plan_blocks(
-    classified: Classified, target: Target, chip: str, tp: int, ranks: tuple[int, ...]
+    classified: Classified,
+    target: Target,
+    traits: Mapping[str, str],
+    parallel: Parallel,
+    ranks: tuple[int, ...],
 ) -> Iterator[BlockPlan]:
     for block in classified.blocks:
-        path = target.path_for(block.scheme.name, block.family.name, chip)
-        cut = cut_block(block, path, tp)
+        path = target.path_for(block.scheme.name, {**traits, "family": block.family.name})
+        cut = cut_block(block, path, parallel)
         yield BlockPlan(block, path, cut, tuple(stacks_of(block, path, cut, ranks)))
 
 

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-from aiter_prep.targets.model import NO_PADDING, Alignment, Form, Target, WeightPath, align_to
-
-GFX942, GFX950 = "gfx942", "gfx950"
-BOTH = frozenset({GFX942, GFX950})
-
-_TILE = ("tile_16x16", "tile_16x16")
-_E8M0 = ("e8m0", "e8m0")
-_PLAIN = ("row_major", "row_major")
-
-_HALF_WEIGHT = Form(_TILE, 0, {"BF16": ("BF16", "bfloat16", ""), "F16": ("F16", "float16", "")})
-_FP8_WEIGHT = Form(_TILE, 0, {"F8_E4M3": ("F8_E4M3", "float8_e4m3fn", "")})
-_FNUZ_WEIGHT = Form(_TILE, 0, {"F8_E4M3": ("U8", "float8_e4m3fnuz", "e4m3fn_to_e4m3fnuz")})
-_FP4_WEIGHT = Form(
-    _TILE,
-    0,
-    {"U8": ("U8", "float4_e2m1fn_x2", ""), "I8": ("U8", "float4_e2m1fn_x2", "")},
+from aiter_prep.targets.forms import (
+    BIAS,
+    E8M0,
+    FP4_WEIGHT,
+    FP8_WEIGHT,
+    GFX942,
+    GFX950,
+    HALF_WEIGHT,
+    e8m0_scale,
+    fp8_forms,
+    fp8_tensor_forms,
 )
-_FLOAT_SCALE = Form(
-    _PLAIN,
-    0,
-    {
-        "F32": ("F32", "float32", ""),
-        "BF16": ("BF16", "bfloat16", ""),
-        "F16": ("F16", "float16", ""),
-    },
-)
-_FNUZ_SCALE = Form(
-    _PLAIN,
-    0,
-    {
-        "F32": ("F32", "float32", "f32_times_2"),
-        "BF16": ("BF16", "bfloat16", "bf16_times_2"),
-        "F16": ("F16", "float16", "f16_times_2"),
-    },
-)
-# e8m0_shuffle pads with uninitialised memory; 0x00 is 2^-127, never a NaN
-_E8M0_SCALE = Form(
-    _E8M0,
-    0,
-    {"U8": ("U8", "float8_e8m0fnu", ""), "F8_E8M0": ("U8", "float8_e8m0fnu", "")},
-    folded=True,
-)
-_BIAS = Form(_PLAIN, 0, {"BF16": ("F32", "float32", "bf16_to_f32"), "F32": ("F32", "float32", "")})
+from aiter_prep.targets.model import Alignment, Refusal, Target, WeightPath, align_to
 
 # mirrors vllm/model_executor/layers/fused_moe/oracle/unquantized.py::
 # aiter_moe_intermediate_alignment (0.33): AITER's bf16 kernels come in these sizes
-_BF16_INTERMEDIATE = Alignment(((192, 64), (None, 128)))
+BF16_INTERMEDIATE = Alignment(((192, 64), (None, 128)))
 
-_FP8_FORMS = {
-    GFX950: {"weight": _FP8_WEIGHT, "weight_scale": _FLOAT_SCALE, "bias": _BIAS},
-    GFX942: {"weight": _FNUZ_WEIGHT, "weight_scale": _FNUZ_SCALE, "bias": _BIAS},
-}
+_E8M0_SCALE = e8m0_scale(E8M0, "float8_e8m0fnu")
+
+
+def _for_chip(chip: str) -> tuple[WeightPath, ...]:
+    """Return the paths whose bytes depend on the chip's FP8 format."""
+    when = {"chip": frozenset({chip})}
+    forms = {**fp8_forms(chip, f32_scales=False), "bias": BIAS}
+    return (
+        WeightPath(
+            scheme="fp8_block",
+            forms=forms,
+            when=when,
+            intermediate_multiple=128,
+            hidden_multiple=128,
+        ),
+        WeightPath(scheme="fp8_channel", forms=forms, when=when),
+        WeightPath(
+            scheme="fp8_tensor", forms=fp8_tensor_forms(chip, among_parts="largest"), when=when
+        ),
+    )
+
 
 TARGET = Target(
     name="aiter",
@@ -64,59 +51,31 @@ TARGET = Target(
     paths=(
         WeightPath(
             scheme="bf16",
-            chips=BOTH,
-            row_order="separated",
-            intermediate=_BF16_INTERMEDIATE,
-            hidden=NO_PADDING,
-            forms={"weight": _HALF_WEIGHT, "bias": _BIAS},
+            forms={"weight": HALF_WEIGHT, "bias": BIAS},
+            intermediate=BF16_INTERMEDIATE,
         ),
-        *(
-            WeightPath(
-                scheme="fp8_block",
-                chips=frozenset({chip}),
-                row_order="separated",
-                intermediate=NO_PADDING,
-                hidden=NO_PADDING,
-                forms=forms,
-                intermediate_multiple=128,
-                hidden_multiple=128,
-            )
-            for chip, forms in _FP8_FORMS.items()
-        ),
-        *(
-            WeightPath(
-                scheme="fp8_channel",
-                chips=frozenset({chip}),
-                row_order="separated",
-                intermediate=NO_PADDING,
-                hidden=NO_PADDING,
-                forms=forms,
-            )
-            for chip, forms in _FP8_FORMS.items()
-        ),
+        *_for_chip(GFX950),
+        *_for_chip(GFX942),
         WeightPath(
             scheme="mxfp8",
-            chips=BOTH,
-            row_order="separated",
-            intermediate=NO_PADDING,
-            hidden=NO_PADDING,
-            forms={"weight": _FP8_WEIGHT, "weight_scale": _E8M0_SCALE, "bias": _BIAS},
+            forms={"weight": FP8_WEIGHT, "weight_scale": _E8M0_SCALE, "bias": BIAS},
             intermediate_multiple=32,
             hidden_multiple=32,
         ),
         WeightPath(
             scheme="mxfp4",
-            chips=BOTH,
-            row_order="separated",
             # fp4 stage 2 is silently wrong at other sizes: ROCm/aiter issue 5233
             intermediate=align_to(256),
             hidden=align_to(256),
-            forms={"weight": _FP4_WEIGHT, "weight_scale": _E8M0_SCALE, "bias": _BIAS},
+            forms={"weight": FP4_WEIGHT, "weight_scale": _E8M0_SCALE, "bias": BIAS},
             intermediate_multiple=32,
             hidden_multiple=32,
         ),
     ),
-    refused={
-        ("fp8_tensor", "*"): "w1 and w3 must be requantised to one scale, which is not built yet"
-    },
+    refusals=(
+        Refusal(
+            "int4", "AITER's test scripts have no int4 contract of their own; use --target vllm"
+        ),
+        Refusal("int4_fp8", "AITER's test scripts have no contract for it; use --target vllm"),
+    ),
 )

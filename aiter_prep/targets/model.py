@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aiter_prep.errors import NoRule
+from aiter_prep.errors import InvalidUsage, NoRule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+DEFAULT = "default"
+
+# The options that can choose a path, and what they are called on the command line.
+OPTIONS: dict[str, str] = {
+    "gate_up": "--gate-up",
+    "activation_dtype": "--activation-dtype",
+    "moe_backend": "--moe-backend",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +52,25 @@ class Form:
 
     Attributes:
         layouts: Layout of w13 and of w2.
-        fill: The byte that padding consists of.
         dtypes: Source dtype to (stored safetensors dtype, runtime torch dtype, conversion or "").
-        folded: Experts are folded into rows: the stored tensor is 2-D.
+        fill: One stored element of padding, or the one byte that all of it consists of.
+        shape: `matrices` (one per expert), `folded` (experts folded into rows), `flat` (1-D),
+            `rows` (one vector per expert), `values` (one per expert), `scalar` (one for all).
+        among_parts: What a scalar takes of gate and up before the largest of all experts: the
+            `largest`, or the `last` of those that an engine loads.
+        merges: Name of a merge for w13 and for w2, or "".
+        packing: Name of a packing, or "".
+        name: What the tensor is called after `w13_`; the role by default.
     """
 
     layouts: tuple[str, str]
-    fill: int
     dtypes: Mapping[str, tuple[str, str, str]]
-    folded: bool = False
+    fill: bytes = b"\0"
+    shape: str = "matrices"
+    among_parts: str = "largest"
+    merges: tuple[str, str] = ("", "")
+    packing: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +79,46 @@ class WeightPath:
 
     Attributes:
         scheme: Scheme of the source.
-        chips: gfx names that it is for.
-        families: Families that it is for; empty for all.
-        row_order: Order of the rows of w13.
+        forms: How each role is stored.
+        when: Trait to the values that this path is for: `chip`, `family`, `method`, `model`,
+            `inputs`, and the options; a trait that is not named may be anything, an option that
+            is not named must be left at its default.
+        row_order: Order of the rows of w13: `separated`, `interleaved_16`, `as_source`.
         intermediate: Padding of the intermediate size per rank.
         hidden: Padding of the hidden size.
         intermediate_multiple: What the unpadded size per rank must be a multiple of.
+        intermediate_least: What the unpadded size per rank must be at least.
         hidden_multiple: What the unpadded hidden size must be a multiple of.
-        forms: How each role is stored.
+        split: How ranks share the intermediate size, if not as the family says.
         note: What a user should know about it.
     """
 
     scheme: str
-    chips: frozenset[str]
-    row_order: str
-    intermediate: Alignment
-    hidden: Alignment
     forms: Mapping[str, Form]
+    when: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    row_order: str = "separated"
+    intermediate: Alignment = NO_PADDING
+    hidden: Alignment = NO_PADDING
     intermediate_multiple: int = 1
+    intermediate_least: int = 1
     hidden_multiple: int = 1
-    families: frozenset[str] = frozenset()
+    split: str = ""
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A kind of source that a target knows and does not take.
+
+    Attributes:
+        scheme: Scheme of the source.
+        reason: Why.
+        when: As for a path.
+    """
+
+    scheme: str
+    reason: str
+    when: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +132,7 @@ class Target:
         engine_version: Its version.
         chips: gfx names that it knows; the first is the default.
         paths: What each kind of source becomes.
-        refused: (scheme, chip or `*`) to the reason why there is no path.
+        refusals: What it does not take, and why; looked at first.
     """
 
     name: str
@@ -103,24 +141,34 @@ class Target:
     engine_version: str
     chips: tuple[str, ...]
     paths: tuple[WeightPath, ...]
-    refused: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
 
-    def path_for(self, scheme: str, family: str, chip: str) -> WeightPath:
+    def path_for(self, scheme: str, traits: Mapping[str, str]) -> WeightPath:
         """Return the one path for a kind of source.
+
+        Args:
+            scheme: Scheme of the source.
+            traits: `chip`, `family`, `method`, `model`, `inputs`, and each of `OPTIONS`.
 
         Raises:
             NoRule: The table has none.
+            InvalidUsage: An option is given that no path for this source depends on.
         """
-        self.check_chip(chip)
-        found = [p for p in self.paths if _applies(p, scheme, family, chip)]
+        self.check_chip(traits["chip"])
+        what = f"{scheme} experts named as {traits['family']} on {traits['chip']}"
+        for refusal in self.refusals:
+            if refusal.scheme == scheme and _holds(refusal.when, traits):
+                raise NoRule(f"target `{self.name}` takes no {what}: {refusal.reason}")
+        same_scheme = [path for path in self.paths if path.scheme == scheme]
+        found = [path for path in same_scheme if _applies(path, traits)]
         if not found:
-            reason = self.refused.get((scheme, chip)) or self.refused.get((scheme, "*"))
+            self._check_options(same_scheme, traits)
             raise NoRule(
-                f"target `{self.name}` has no rule for {scheme} experts named as {family} on "
-                f"{chip}{f': {reason}' if reason else ''}",
-                f"it knows {', '.join(sorted({p.scheme for p in self.paths}))}",
+                f"target `{self.name}` has no rule for {what}",
+                f"it knows {', '.join(sorted({path.scheme for path in self.paths}))}; "
+                "`aiter-prep layouts` lists the paths",
             )
-        assert len(found) == 1, (scheme, family, chip)
+        assert len(found) == 1, (scheme, traits)
         return found[0]
 
     def check_chip(self, chip: str) -> None:
@@ -135,10 +183,27 @@ class Target:
                 f"use --gfx with one of {', '.join(self.chips)}",
             )
 
+    def _check_options(self, paths: list[WeightPath], traits: Mapping[str, str]) -> None:
+        for option, flag in OPTIONS.items():
+            value = traits[option]
+            plain = {**traits, option: DEFAULT}
+            if value != DEFAULT and any(_applies(path, plain) for path in paths):
+                allowed = sorted(
+                    choice
+                    for path in paths
+                    for choice in path.when.get(option, ())
+                    if choice != DEFAULT and _applies(path, {**traits, option: choice})
+                )
+                raise InvalidUsage(
+                    f"{flag} {value} has no meaning for this model under target `{self.name}`",
+                    f"use one of {', '.join(allowed)}" if allowed else f"leave {flag} away",
+                )
 
-def _applies(path: WeightPath, scheme: str, family: str, chip: str) -> bool:
-    return (
-        path.scheme == scheme
-        and chip in path.chips
-        and (not path.families or family in path.families)
-    )
+
+def _applies(path: WeightPath, traits: Mapping[str, str]) -> bool:
+    unused = (option for option in OPTIONS if option not in path.when)
+    return _holds(path.when, traits) and all(traits[option] == DEFAULT for option in unused)
+
+
+def _holds(when: Mapping[str, frozenset[str]], traits: Mapping[str, str]) -> bool:
+    return all(traits[trait] in values for trait, values in when.items())
