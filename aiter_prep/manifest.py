@@ -29,6 +29,7 @@ class SourceSlice:
         dtype: safetensors dtype of the source.
         shape: Shape of one source tensor.
         fused: One tensor holds all experts.
+        shared: Name of the last expert's source tensor, where that is a shared expert, or None.
         rows: Start, stop and step of the rows of an expert's matrix.
         columns: First byte and the byte after the last of each of these rows.
         row_bytes: Bytes of a whole row of the matrix.
@@ -41,6 +42,7 @@ class SourceSlice:
     dtype: str
     shape: tuple[int, ...]
     fused: bool
+    shared: str | None
     rows: tuple[int, int, int]
     columns: tuple[int, int]
     row_bytes: int

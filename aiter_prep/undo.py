@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -113,13 +112,15 @@ def source_tensors(stack: StackRecord) -> dict[str, SourceTensor]:
     for record in stack.records:
         for item in record.source:
             for expert in _experts(record):
-                name = tensor_name(item, expert)
+                name = tensor_name(record, item, expert)
                 found.setdefault(name, SourceTensor(name, item.dtype, item.shape))
     return found
 
 
-def tensor_name(item: SourceSlice, expert: int) -> str:
+def tensor_name(record: TensorRecord, item: SourceSlice, expert: int) -> str:
     """Return the name of the source tensor that holds an expert."""
+    if item.shared is not None and expert == _experts(record)[-1]:
+        return item.shared
     return item.pattern if item.fused else item.pattern.replace("{expert}", str(expert))
 
 
@@ -165,9 +166,10 @@ class Undoer:
             DataMismatch: They do not, or a shard does not hold what it should.
         """
         digests = {record.rank: Digest() for record in stack.records}
+        known: dict[tuple[int | None, ...], frozenset[tuple[int | None, int]]] = {}
         for expert in sorted({e for record in stack.records for e in _experts(record)}):
             holders = tuple(r for r in stack.records if expert in _experts(r))
-            yield from self._undo_expert(holders, expert, digests)
+            yield from self._undo_expert(holders, expert, digests, known)
         for record in stack.records:
             if (bad := self._bad_tail(record, digests[record.rank])) is not None:
                 yield bad
@@ -183,8 +185,12 @@ class Undoer:
         holders: tuple[TensorRecord, ...],
         expert: int,
         digests: Mapping[int | None, Digest],
+        known: dict[tuple[int | None, ...], frozenset[tuple[int | None, int]]],
     ) -> Iterator[Undone | BadPadding]:
-        repeats = _repeats(holders)
+        ranks = tuple(record.rank for record in holders)
+        if ranks not in known:
+            known[ranks] = _repeats(holders)
+        repeats = known[ranks]
         lost = {record.rank: _lost_in(record, expert) for record in holders if record.lost}
         matrices: dict[str, tuple[SourceSlice, ByteArray]] = {}
         for record in holders:
@@ -199,17 +205,17 @@ class Undoer:
                 elif not np.array_equal(window, part):
                     raise DataMismatch(
                         f"`{record.name}`: rank {record.rank} disagrees with another rank on "
-                        f"`{tensor_name(item, expert)}`"
+                        f"`{tensor_name(record, item, expert)}`"
                     )
             pad_byte = self._manifest.layout(record.layout or "").pad_byte
             wrong = _count_bad_padding(record, logical, pad_byte)
             if wrong:
                 yield BadPadding(record, expert, wrong)
         for item, matrix in matrices.values():
-            tensor = SourceTensor(tensor_name(item, expert), item.dtype, item.shape)
-            if item.transposed:
-                matrix = _turned(matrix, width_of(item.dtype))
-            yield Undone(tensor, expert, _offset(item, expert), matrix, _lossy(holders))
+            name = tensor_name(holders[0], item, expert)
+            tensor = SourceTensor(name, item.dtype, item.shape)
+            whole = _turned(matrix, width_of(item.dtype)) if item.transposed else matrix
+            yield Undone(tensor, expert, _offset(item, expert), whole, _lossy(holders))
 
     def _logical(self, record: TensorRecord, expert: int, digest: Digest) -> ByteArray:
         """Return one expert's stored matrix with its layout undone: uint8 `[rows, row_bytes]`."""
@@ -309,7 +315,6 @@ def _fill_row(record: TensorRecord, row_bytes: int) -> ByteArray:
     return np.resize(element, row_bytes)
 
 
-@lru_cache(maxsize=256)
 def _repeats(holders: tuple[TensorRecord, ...]) -> frozenset[tuple[int | None, int]]:
     """Return which slices, by rank and number, repeat what an earlier rank holds.
 

@@ -62,6 +62,7 @@ def manifest_of(
         target=_target(plan),
         model=_model(plan),
         options={
+            "fuse_shared_experts": plan.fuse_shared_experts,
             "as_common": list(plan.as_common),
             "engine": dict(plan.options),
             "max_shard_bytes": plan.max_shard_bytes,
@@ -90,6 +91,7 @@ def plan_arguments(manifest: Manifest) -> dict[str, Any]:
         "max_shard_bytes": options["max_shard_bytes"],
         "as_common": options["as_common"],
         "trust_tensors": options["trust_tensors"],
+        "fuse_shared_experts": options["fuse_shared_experts"],
     }
 
 
@@ -266,6 +268,7 @@ def _slice(stack: Stack, piece: Piece) -> SourceSlice:
         dtype=source.dtype,
         shape=source.tensors[0].shape,
         fused=source.fused,
+        shared=source.shared,
         rows=(piece.rows.start, piece.rows.stop, piece.rows.step),
         columns=(piece.columns.start, piece.columns.stop),
         row_bytes=source.row_bytes,

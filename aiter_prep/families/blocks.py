@@ -49,6 +49,7 @@ class Part:
         rows: Rows of one expert's matrix, rows being what the projection puts out.
         columns: Elements in a row of it.
         transposed: The matrix lies `[columns, rows]` in the file.
+        shared: Name of the tensor that stands last, where a shared expert was appended.
     """
 
     projection: str
@@ -60,6 +61,7 @@ class Part:
     rows: int
     columns: int
     transposed: bool = False
+    shared: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -80,7 +82,7 @@ class ExpertBlock:
         experts: Path of the module.
         family: How it names its tensors.
         scheme: How its weights are quantised.
-        num_experts: Routed experts.
+        num_experts: Routed experts, and a shared one where it was appended.
         hidden: Hidden size, in elements.
         intermediate: Intermediate size of one expert, in elements.
         parts: Its tensors, by (projection, role).

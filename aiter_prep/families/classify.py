@@ -11,6 +11,7 @@ from aiter_prep.families.blocks import ExpertBlock, group_blocks, natural_key
 from aiter_prep.families.common import common_rule_of
 from aiter_prep.families.names import SHAPE, ExpertName, parse_expert_name
 from aiter_prep.families.promises import promised_scheme
+from aiter_prep.families.shared import fuse_shared_expert
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
@@ -52,12 +53,15 @@ class Contradiction:
     found: str
 
 
-def classify(checkpoint: Checkpoint, as_common: Sequence[str] = ()) -> Classified:
+def classify(
+    checkpoint: Checkpoint, as_common: Sequence[str] = (), *, fuse_shared: bool = False
+) -> Classified:
     """Sort every tensor of a checkpoint.
 
     Args:
         checkpoint: The source.
         as_common: Patterns of names (`*` and `?`) that no rule knows but that are to be copied.
+        fuse_shared: Append each module's shared expert to its routed ones.
 
     Raises:
         NoRule: A tensor that no rule knows, or no routed experts at all.
@@ -88,6 +92,11 @@ def classify(checkpoint: Checkpoint, as_common: Sequence[str] = ()) -> Classifie
             "engines load dense models as they are",
         )
     blocks = tuple(group_blocks(named, checkpoint.config))
+    if fuse_shared:
+        fused = [fuse_shared_expert(block, checkpoint.tensors) for block in blocks]
+        blocks = tuple(block for block, _ in fused)
+        used = frozenset().union(*(names for _, names in fused))
+        common = [tensor for tensor in common if tensor.name not in used]
     common.sort(key=lambda tensor: natural_key(tensor.name))
     skipped = tuple((tensor.name, NOT_INDEXED) for tensor in checkpoint.unindexed)
     return Classified(blocks, tuple(common), skipped)

@@ -87,7 +87,7 @@ def _requantised(
 
 
 def _larger_scale(
-    parts: Sequence[ByteArray], scales: Sequence[npt.NDArray[np.float32]]
+    _parts: Sequence[ByteArray], scales: Sequence[npt.NDArray[np.float32]]
 ) -> list[ByteArray]:
     return [_as_bytes(_larger(scales))]
 

@@ -60,6 +60,7 @@ class Plan:
         ranks: The ranks whose shards are written.
         max_shard_bytes: Limit for a shard's data; only a single larger tensor exceeds it.
         as_common: Patterns of names that are copied, though no rule knows them.
+        fuse_shared_experts: Whether shared experts were appended to the routed ones.
         trust_tensors: Whether a config that promises another scheme was passed over.
         blocks: Experts modules, in the order of their layers.
         common: Tensors that are copied as they are.
@@ -78,12 +79,18 @@ class Plan:
     max_shard_bytes: int
     as_common: tuple[str, ...]
     trust_tensors: bool
+    fuse_shared_experts: bool
     blocks: tuple[BlockPlan, ...]
     common: tuple[TensorInfo, ...]
     skipped: tuple[tuple[str, str], ...]
     shards: tuple[Shard, ...]
     small_files: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.parallel.tp
 
     @property
     def total_bytes(self) -> int:
@@ -109,6 +116,7 @@ def make_plan(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     as_common: Sequence[str] = (),
     trust_tensors: bool = False,
+    fuse_shared_experts: bool = False,
 ) -> Plan:
     """Decide every output tensor of a conversion.
 
@@ -124,6 +132,7 @@ def make_plan(
         ranks: Ranks to write; all by default.
         max_shard_bytes: Limit for the data of a shard.
         as_common: Patterns of names that no rule knows but that are to be copied.
+        fuse_shared_experts: Append each module's shared expert to its routed ones.
         trust_tensors: Go on where the config promises another scheme than the tensors have.
 
     Raises:
@@ -137,7 +146,9 @@ def make_plan(
     found = target_named(target)
     chip = gfx or found.chips[0]
     found.check_chip(chip)
-    classified = classify(checkpoint, as_common)
+    if fuse_shared_experts and ep > 1:
+        raise InvalidUsage("--fuse-shared-experts and --ep exclude each other")
+    classified = classify(checkpoint, as_common, fuse_shared=fuse_shared_experts)
     warnings = [
         *_contradiction_warnings(checkpoint, classified, trust_tensors=trust_tensors),
         *_leftover_warnings(checkpoint),
@@ -162,6 +173,7 @@ def make_plan(
         max_shard_bytes=max_shard_bytes,
         as_common=tuple(as_common),
         trust_tensors=trust_tensors,
+        fuse_shared_experts=fuse_shared_experts,
         blocks=blocks,
         common=classified.common,
         skipped=classified.skipped,

@@ -144,6 +144,7 @@ class _Task:
             pattern=part.pattern,
             tensors=part.tensors,
             fused=part.fused,
+            shared=part.shared,
             transposed=part.transposed,
             dtype=part.dtype,
             rows=part.rows,

@@ -24,6 +24,7 @@ class Source:
         pattern: Their names, with `{expert}` for the id.
         tensors: One per expert, or one for all when fused.
         fused: One tensor holds all experts.
+        shared: Name of the last tensor, where it is a shared expert's.
         transposed: An expert's matrix lies `[columns, rows]` in the file.
         dtype: safetensors dtype.
         rows: Rows of one expert's matrix, rows being what the projection puts out.
@@ -34,6 +35,7 @@ class Source:
     pattern: str
     tensors: tuple[TensorInfo, ...]
     fused: bool
+    shared: str | None
     transposed: bool
     dtype: str
     rows: int
