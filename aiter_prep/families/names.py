@@ -173,6 +173,13 @@ def parse_expert_name(name: str) -> ExpertName | None:
     return parsed
 
 
+def role_of(name: ExpertName) -> str:
+    """Return what a tensor is to its expert: `weight`, `weight_scale`, `bias`, ..."""
+    if name.expert is not None:
+        return SUFFIXES[name.suffix]
+    return next(family.fused[name.key][1] for family in _FAMILIES if name.key in family.fused)
+
+
 def family_of(experts: str, names: Iterable[ExpertName], model_type: str) -> Family:
     """Return the one family that names an experts module so.
 

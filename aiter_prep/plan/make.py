@@ -142,7 +142,6 @@ def make_plan(
     """
     parallel = _check_parallel(tp, ep, placement)
     chosen_ranks = _check_numbers(parallel, ranks, max_shard_bytes)
-    chosen_options = _check_options(options or {})
     found = target_named(target)
     chip = gfx or found.chips[0]
     found.check_chip(chip)
@@ -153,7 +152,7 @@ def make_plan(
         *_contradiction_warnings(checkpoint, classified, trust_tensors=trust_tensors),
         *_leftover_warnings(checkpoint),
     ]
-    traits = {**chosen_options, **traits_of(checkpoint), "chip": chip}
+    traits = traits_for(checkpoint, chip, options)
     blocks = tuple(_plan_blocks(classified, found, traits, parallel, chosen_ranks))
     copied, left = small_files(checkpoint.folder)
     warnings += [f"`{printable(name)}` is not copied: a folder, or a large file" for name in left]
@@ -168,7 +167,7 @@ def make_plan(
         target=found,
         gfx=chip,
         parallel=parallel,
-        options={k: v for k, v in chosen_options.items() if v != DEFAULT},
+        options={name: traits[name] for name in OPTIONS if traits[name] != DEFAULT},
         ranks=chosen_ranks,
         max_shard_bytes=max_shard_bytes,
         as_common=tuple(as_common),
@@ -181,6 +180,32 @@ def make_plan(
         small_files=tuple(copied),
         warnings=tuple(warnings),
     )
+
+
+def traits_for(
+    checkpoint: Checkpoint, gfx: str, options: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return what chooses a path of a target, but for the family of each experts module.
+
+    Raises:
+        InvalidUsage: An option is not known.
+    """
+    return {**_check_options(options or {}), **traits_of(checkpoint), "chip": gfx}
+
+
+def path_of(block: ExpertBlock, target: Target, traits: Mapping[str, str]) -> WeightPath:
+    """Return what a target wants of an experts module.
+
+    Args:
+        block: The module.
+        target: The target.
+        traits: From `traits_for`.
+
+    Raises:
+        NoRule: The target has no path for it.
+        InvalidUsage: An option has no meaning for it.
+    """
+    return target.path_for(block.scheme.name, {**traits, "family": block.family.name})
 
 
 def _check_parallel(tp: int, ep: int, placement: str) -> Parallel:
@@ -229,7 +254,7 @@ def _plan_blocks(
     ranks: tuple[int, ...],
 ) -> Iterator[BlockPlan]:
     for block in classified.blocks:
-        path = target.path_for(block.scheme.name, {**traits, "family": block.family.name})
+        path = path_of(block, target, traits)
         cut = cut_block(block, path, parallel)
         yield BlockPlan(block, path, cut, tuple(stacks_of(block, path, cut, ranks)))
 
