@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from aiter_prep.storage.scratch import Scratch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,6 +23,9 @@ class CpuBackend:
     device = "cpu"
     aiter_version: str | None = None
 
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
     def lay_out(self, layout: Layout, parts: Sequence[PlacedPart], stored: ByteArray) -> None:
         """Place parts of many experts' matrices.
 
@@ -33,8 +38,9 @@ class CpuBackend:
             for part, row, column in parts:
                 layout.place(stored, part, row, column)
             return
-        staged = stored.copy()
+        staged = self._scratch.take("staged", stored.shape)
+        staged[...] = stored
         for part, row, column in parts:
             _, rows, columns = part.shape
             staged[:, row : row + rows, column : column + columns] = part
-        layout.apply_into(staged, stored)
+        layout.apply_into(staged, stored, self._scratch.take("work", stored.shape))

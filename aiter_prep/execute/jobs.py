@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aiter_prep.storage.reader import FolderReader
     from aiter_prep.storage.scratch import Scratch
 
-CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

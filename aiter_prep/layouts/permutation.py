@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 REST = -1
 ATOM_BYTES = 16
+_WIDE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,15 @@ class Layout:
         self.apply_into(matrix, stored)
         return stored
 
-    def apply_into(self, matrix: ByteArray, stored: ByteArray) -> None:
+    def apply_into(
+        self, matrix: ByteArray, stored: ByteArray, work: ByteArray | None = None
+    ) -> None:
         """Write the stored bytes of a matrix into a C-contiguous buffer of the same shape.
+
+        Args:
+            matrix: C-contiguous uint8 `[..., rows, columns]`.
+            stored: Where to write.
+            work: A buffer of the same shape to work in; fresh memory by default.
 
         Raises:
             NoRule: The rows or the columns do not fill whole tiles.
@@ -88,7 +96,7 @@ class Layout:
         if self.keeps_atoms:
             self.place(stored, matrix, 0)
         else:
-            self._apply_by_tile(matrix, stored)
+            self._apply_by_tile(matrix, stored, np.empty_like(matrix) if work is None else work)
 
     def invert(self, stored: ByteArray) -> ByteArray:
         """Return the matrix whose stored bytes these are.
@@ -122,21 +130,32 @@ class Layout:
         last = len(self.order) - 1
         return self.order[-1] == last and self.columns[-1] in {REST, ATOM_BYTES}
 
-    def _apply_by_tile(self, matrix: ByteArray, stored: ByteArray) -> None:
-        """Gather whole tiles first, then permute the bytes of each: few bytes a copy else."""
+    def _apply_by_tile(self, matrix: ByteArray, stored: ByteArray, work: ByteArray) -> None:
+        """Gather whole tiles first, in wide elements, then permute the bytes of each.
+
+        One copy of single bytes into their places would touch memory for every byte.
+        """
         radices = self.radices(*matrix.shape[-2:])
-        outer = [digit for digit, radix in enumerate((*self.rows, *self.columns)) if radix == REST]
-        inner = [digit for digit in range(len(radices)) if digit not in outer]
+        digits = range(len(radices))
+        outer = [d for d in digits if (*self.rows, *self.columns)[d] == REST]
+        inner = [d for d in digits if d not in outer]
         assert sorted(self.order[: len(outer)]) == outer, self.name
+        assert self.columns[0] == REST, self.name
+        run = prod(self.columns[1:])
+        wide = np.ascontiguousarray(matrix).view(_WIDE[run])
+        last_row = len(self.rows)  # the one digit that is left of the column
         batch = matrix.ndim - 2
-        axes = [*range(batch), *(batch + d for d in (*self.order[: len(outer)], *inner))]
-        tiles = matrix.reshape(self._logical_shape(matrix)).transpose(axes)
-        inner_radices = [radices[digit] for digit in inner]
-        gathered = np.ascontiguousarray(tiles).reshape(-1, prod(inner_radices))
-        within = np.arange(gathered.shape[1]).reshape(inner_radices)
-        within = within.transpose([inner.index(digit) for digit in self.order[len(outer) :]])
+        shape = (*matrix.shape[:-2], *radices[:last_row], wide.shape[-1])
+        inner_rows = [d for d in inner if d < last_row]
+        axes = [*range(batch), *(batch + d for d in (*self.order[: len(outer)], *inner_rows))]
+        gathered = wide.reshape(shape).transpose(axes)
+        work.reshape(-1).view(wide.dtype).reshape(gathered.shape)[...] = gathered
+        inner_radices = [radices[d] for d in inner]
+        tiles = work.reshape(-1, prod(inner_radices))
+        within = np.arange(tiles.shape[1]).reshape(inner_radices)
+        within = within.transpose([inner.index(d) for d in self.order[len(outer) :]])
         # mode="clip": numpy writes straight into `out`; every index is in range
-        np.take(gathered, within.reshape(-1), 1, stored.reshape(gathered.shape), "clip")
+        np.take(tiles, within.reshape(-1), 1, stored.reshape(tiles.shape), "clip")
 
     def place(self, stored: ByteArray, part: ByteArray, row: int, column: int = 0) -> None:
         """Write a part of the logical matrix into its place in storage.
