@@ -56,6 +56,8 @@ def readable(document: Any) -> bytes:
 
 def printable(text: str, limit: int = 200) -> str:
     """Return text that is safe on a terminal: control characters escaped, long text cut."""
+    if len(text) <= limit and text.isprintable():
+        return text
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return safe if len(safe) <= limit else f"{safe[:limit]}… ({len(safe)} characters)"
 
