@@ -185,7 +185,7 @@ def make_plan(
 def traits_for(
     checkpoint: Checkpoint, gfx: str, options: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return what chooses a path of a target, but for the family of each experts module.
+    """Return what chooses a path of a target, but for what each experts module has of its own.
 
     Raises:
         InvalidUsage: An option is not known.
@@ -205,7 +205,8 @@ def path_of(block: ExpertBlock, target: Target, traits: Mapping[str, str]) -> We
         NoRule: The target has no path for it.
         InvalidUsage: An option has no meaning for it.
     """
-    return target.path_for(block.scheme.name, {**traits, "family": block.family.name})
+    own = {"family": block.family.name, "inputs": block.inputs}
+    return target.path_for(block.scheme.name, {**traits, **own})
 
 
 def _check_parallel(tp: int, ep: int, placement: str, target: Target) -> Parallel:
