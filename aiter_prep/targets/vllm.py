@@ -329,6 +329,12 @@ TARGET = Target(
             when(chip=GFX950, method="compressed-tensors"),
             otherwise=True,
         ),
+        Refusal(
+            "mxfp4",
+            "vLLM emulates compressed-tensors MXFP4 whose inputs are not FP8, but for Kimi-K3",
+            when(method="compressed-tensors"),
+            otherwise=True,
+        ),
         Refusal("mxfp4", _NO_MX, when(chip=GFX942)),
         Refusal("mxfp8", _NO_MX, when(chip=GFX942)),
         Refusal(
