@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import BadSource, DataMismatch
 from aiter_prep.layouts.permutation import Layout
+from aiter_prep.manifest_rules import check_manifest
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.digest import digest_of
-from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.jsontext import printable, shown
+from aiter_prep.storage.schema import compile_schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from aiter_prep.storage.schema import Check
 
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 2_000_000_000
+SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +259,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise DataMismatch(f"`{MANIFEST_FILE}` is larger than {MAX_MANIFEST_BYTES} bytes")
-        text = path.read_bytes()
+        text = read_whole(path, MAX_MANIFEST_BYTES)
     except OSError as fault:
         raise DataMismatch(
             f"`{printable(str(folder))}` is not a prepared folder: `{MANIFEST_FILE}`: "
@@ -271,9 +279,9 @@ def parse_manifest(text: bytes) -> Manifest:
     except BadSource as fault:
         raise DataMismatch(fault.message) from None
     version = document.get("format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise DataMismatch(
-            f"`{MANIFEST_FILE}` has format version {printable(repr(version))}, this program knows "
+            f"`{MANIFEST_FILE}` has format version {shown(version)}, this program knows "
             f"{FORMAT_VERSION}",
             "use the version of aiter-prep that wrote it",
         )
@@ -281,22 +289,25 @@ def parse_manifest(text: bytes) -> Manifest:
     found = digest_of(jsontext.canonical(document))
     if promised != found:
         raise DataMismatch(
-            f"`{MANIFEST_FILE}` was changed: its digest is {found}, it says "
-            f"{printable(str(promised))}"
+            f"`{MANIFEST_FILE}` was changed: its digest is {found}, it says {shown(promised)}"
         )
     try:
-        return _manifest(document)
-    except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        _schema()({**document, "self_digest": found}, "the manifest")
+        manifest = _manifest(document)
+        check_manifest(manifest)
+    except ValueError as fault:
         raise DataMismatch(
             f"`{MANIFEST_FILE}` is not of format version {FORMAT_VERSION}: {printable(str(fault))}"
         ) from None
+    return manifest
+
+
+@lru_cache(maxsize=1)
+def _schema() -> Check:
+    return compile_schema(json.loads(SCHEMA_FILE.read_text("utf-8")))
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
-    expected = {field.name for field in fields(Manifest)}
-    if set(document) != expected:
-        odd = sorted(set(document) ^ expected)
-        raise ValueError(f"fields {odd}")
     return Manifest(
         **{
             **document,

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiter_prep.errors import AiterPrepError, DataMismatch, OutputNotEmpty
+from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, InvalidUsage, OutputNotEmpty
 from aiter_prep.execute import Progress
 from aiter_prep.families.blocks import natural_key
 from aiter_prep.manifest import read_manifest
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import CONFIG_FILE, INDEX_FILE, METHOD, SINGLE_FILE
 from aiter_prep.storage.digest import Digest, digest_of
+from aiter_prep.storage.durable import sync_folder, write_whole
+from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.folder import LOCK_FILE
 from aiter_prep.storage.jsontext import printable
-from aiter_prep.storage.output import ShardFile
+from aiter_prep.storage.output import ShardFile, lock_folder
 from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.storage.shard import ShardLayout, lay_out_shard
 from aiter_prep.undo import (
@@ -87,16 +92,15 @@ def restore(
     manifest = read_manifest(folder)
     require_all_ranks(manifest, "restore")
     require_lossless(manifest)
-    _check_out(out)
+    _check_out(out, folder)
     work = out.resolve().with_name(f".{out.resolve().name}.restore.partial")
     try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        try:
+        with _work_folder(work):
             result = _Restoration(folder, manifest, work, max_shard_bytes, progress).run(out)
+            (work / LOCK_FILE).unlink()
+            sync_folder(work)
             work.replace(out)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+            sync_folder(out.resolve().parent)
     except OSError as fault:
         raise AiterPrepError(
             f"cannot write `{printable(str(out))}`: {fault.strerror}", "free some space"
@@ -104,11 +108,32 @@ def restore(
     return result
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, folder: Path) -> None:
+    if folder.resolve() in out.resolve().parents:
+        raise InvalidUsage(
+            f"`{printable(str(out))}` lies in the prepared folder", "choose a folder outside it"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputNotEmpty(
             f"`{printable(str(out))}` holds something already", "choose another output folder"
         )
+
+
+@contextmanager
+def _work_folder(work: Path) -> Iterator[None]:
+    """Make an empty folder that no other run writes into, and leave nothing of it behind."""
+    work.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(work)
+    try:
+        for path in work.iterdir():  # of a run that was killed
+            if path.name != LOCK_FILE:
+                path.unlink()
+        yield
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
 
 
 class _Restoration:
@@ -134,8 +159,9 @@ class _Restoration:
         self._files: dict[str, ShardFile] = {}
 
     def run(self, out: Path) -> Restored:
-        self._files = {layout.file: ShardFile(self._work, layout) for layout in self._layouts}
         try:
+            for layout in self._layouts:
+                self._files[layout.file] = ShardFile(self._work, layout)
             with FolderReader(self._folder) as reader:
                 undoer = Undoer(self._folder, self._manifest, reader)
                 self._restore_experts(undoer)
@@ -156,8 +182,8 @@ class _Restoration:
             for found in undoer.undo(stack):
                 if isinstance(found, BadPadding):
                     raise DataMismatch(
-                        f"the padding of `{found.record.name}` of rank {found.record.rank} is not "
-                        f"{found.record.fill:#04x}",
+                        f"the padding of `{printable(found.record.name)}` of rank "
+                        f"{found.record.rank} is not as it was written",
                         "`aiter-prep verify` lists all that is damaged",
                     )
                 self._write(found.tensor.name, found.offset, found.matrix)
@@ -183,16 +209,19 @@ class _Restoration:
 
     def _write_files(self) -> None:
         for file in self._manifest.files:
-            data = (self._folder / file.name).read_bytes()
+            try:
+                data = read_whole(self._folder / file.name, file.size)
+            except OSError as fault:
+                raise DataMismatch(f"cannot read `{file.name}`: {fault.strerror}") from None
             if digest_of(data) != file.digest:
                 raise DataMismatch(f"`{file.name}` has other bytes than the manifest says")
             if file.name == CONFIG_FILE:
-                data = unwrapped_config(jsontext.parse_object(data, f"`{CONFIG_FILE}`"))
-            (self._work / file.name).write_bytes(data)
+                data = _unwrapped(data)
+            write_whole(self._work, file.name, data)
         if len(self._layouts) > 1:
             weight_map = {name: layout.file for name, layout in self._place.items()}
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            (self._work / INDEX_FILE).write_bytes(jsontext.readable(index))
+            write_whole(self._work, INDEX_FILE, jsontext.readable(index))
 
     def _notes(self) -> Iterator[str]:
         for record in self._manifest.tensors:
@@ -204,6 +233,13 @@ class _Restoration:
                 )
         for entry in self._manifest.skipped:
             yield f"`{printable(entry['name'])}` was left out: {entry['reason']}"
+
+
+def _unwrapped(text: bytes) -> bytes:
+    try:
+        return unwrapped_config(jsontext.parse_object(text, f"`{CONFIG_FILE}`"))
+    except BadSource as fault:
+        raise DataMismatch(fault.message) from None
 
 
 def unwrapped_config(config: Mapping[str, Any]) -> bytes:
@@ -219,8 +255,8 @@ def _unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
     plain = dict(config)
     wrapped = plain.get("quantization_config")
     if isinstance(wrapped, dict) and wrapped.get("quant_method") == METHOD:
-        plain["quantization_config"] = wrapped["source"]
-        if wrapped["source"] is None:
+        plain["quantization_config"] = wrapped.get("source")
+        if plain["quantization_config"] is None:
             del plain["quantization_config"]
     return plain
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiter_prep.errors import DataMismatch, NoRule
+from aiter_prep.errors import AiterPrepError, DataMismatch, NoRule
 from aiter_prep.layouts.conversions import conversion_named
 from aiter_prep.layouts.packing import packing_named
 from aiter_prep.storage.digest import Digest
@@ -139,10 +139,12 @@ class Undoer:
     def __init__(self, folder: Path, manifest: Manifest, reader: FolderReader) -> None:
         self._manifest = manifest
         self._reader = reader
+        try:
+            headers = [read_header(folder / shard.file) for shard in manifest.shards]
+        except AiterPrepError as fault:
+            raise DataMismatch(fault.message, "`aiter-prep verify` lists all damage") from None
         self._infos: dict[tuple[str, str], TensorInfo] = {
-            (info.file, info.name): info
-            for shard in manifest.shards
-            for info in read_header(folder / shard.file).tensors
+            (info.file, info.name): info for header in headers for info in header.tensors
         }
 
     def info(self, record: TensorRecord) -> TensorInfo:
@@ -189,6 +191,8 @@ class Undoer:
     ) -> Iterator[Undone | BadPadding]:
         ranks = tuple(record.rank for record in holders)
         if ranks not in known:
+            for record in holders:
+                self.info(record)  # so that no size is larger than what lies in the folder
             known[ranks] = _repeats(holders)
         repeats = known[ranks]
         lost = {record.rank: _lost_in(record, expert) for record in holders if record.lost}
@@ -328,6 +332,8 @@ def _repeats(holders: tuple[TensorRecord, ...]) -> frozenset[tuple[int | None, i
             patterns[item.pattern].append((record.rank, number, item))
     for pattern, slices in patterns.items():
         rows, row_bytes = _matrix_shape(slices[0][2])
+        if rows * row_bytes > sum(_area(item) for *_, item in slices):
+            raise DataMismatch(f"the ranks of the folder do not hold all of `{printable(pattern)}`")
         edges = sorted({0, row_bytes, *(edge for *_, item in slices for edge in item.columns)})
         covered = np.zeros((rows, len(edges) - 1), np.bool_)
         for rank, number, item in slices:
@@ -341,6 +347,11 @@ def _repeats(holders: tuple[TensorRecord, ...]) -> frozenset[tuple[int | None, i
         if edges[-1] != row_bytes or not covered.all():
             raise DataMismatch(f"the ranks of the folder do not hold all of `{pattern}`")
     return frozenset(repeats)
+
+
+def _area(item: SourceSlice) -> int:
+    """Return the bytes of a slice."""
+    return len(range(*item.rows)) * (item.columns[1] - item.columns[0])
 
 
 def _matrix_shape(item: SourceSlice) -> tuple[int, int]:
@@ -426,8 +437,14 @@ def common_records(manifest: Manifest) -> Sequence[TensorRecord]:
 
 def accounted(manifest: Manifest) -> Mapping[str, SourceTensor]:
     """Return every source tensor that the folder was made of, by name."""
-    found = {r.name: SourceTensor(r.name, r.dtype, r.shape) for r in common_records(manifest)}
+    found: dict[str, SourceTensor] = {}
     for record in manifest.tensors:
         if record.rank is not None:
-            found.update(source_tensors(StackRecord(record.name, (record,))))
+            for name, tensor in source_tensors(StackRecord(record.name, (record,))).items():
+                if found.setdefault(name, tensor) != tensor:
+                    raise DataMismatch(f"the manifest knows two kinds of `{printable(name)}`")
+    for record in common_records(manifest):
+        if record.name in found:
+            raise DataMismatch(f"the manifest knows two kinds of `{printable(record.name)}`")
+        found[record.name] = SourceTensor(record.name, record.dtype, record.shape)
     return found

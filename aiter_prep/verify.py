@@ -17,8 +17,10 @@ from aiter_prep.execute.jobs import Context, run_block
 from aiter_prep.execute.record import plan_arguments, wrapped_config
 from aiter_prep.manifest import read_manifest
 from aiter_prep.plan import make_plan
-from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE
+from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, MAX_JSON_BYTES
 from aiter_prep.storage.digest import Digest, digest_of, tree_digest
+from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
@@ -157,7 +159,9 @@ class _Check:
         """Compare the names in the folder with the manifest, in both directions."""
         promised = {shard.file for shard in self._manifest.shards}
         promised |= {file.name for file in self._manifest.files}
-        found = {path.name for path in self._folder.iterdir()} - {MANIFEST_FILE}
+        found = {path.name for path in self._folder.iterdir()}
+        # a kill right behind the manifest leaves the last two; they hold nothing of the model
+        found -= {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE}
         for name in sorted(promised - found):
             self._add(name, "is missing")
         for name in sorted(found - promised):
@@ -179,10 +183,13 @@ class _Check:
     def files(self) -> None:
         """Check the files beside the shards."""
         for file in self._manifest.files:
-            path = self._folder / file.name
-            if not path.exists():
+            if not (self._folder / file.name).exists():
                 continue
-            data = path.read_bytes()
+            try:
+                data = read_whole(self._folder / file.name, file.size)
+            except OSError as fault:
+                self._add(file.name, f"cannot be read as the manifest says: {fault.strerror}")
+                continue
             self._advance(len(data))
             if (len(data), digest_of(data)) != (file.size, file.digest):
                 self._add(file.name, "has other bytes than the manifest says")
@@ -269,7 +276,11 @@ class _Check:
     def _compare_lossy(self, source: Checkpoint) -> None:
         """Compute what cannot be undone from the source again, and compare."""
         sink = ComparisonSink(self._folder, self._manifest)
-        plan = make_plan(source, **plan_arguments(self._manifest))
+        try:
+            plan = make_plan(source, **plan_arguments(self._manifest))
+        except AiterPrepError as fault:
+            self._add(MANIFEST_FILE, f"does not lead from the source to a plan: {fault.message}")
+            return
         with FolderReader(source.folder) as reader:
             backend = backend_named("cpu")
             context = Context(reader, sink, Scratch(), backend, threading.Event(), self._advance)
@@ -291,7 +302,11 @@ class _Check:
             self.problems.append(Problem(file, name, None, "of the source is not in the folder"))
         for name in sorted(held.keys() - source.tensors.keys()):
             self.problems.append(Problem(MANIFEST_FILE, name, None, "is not in the source"))
-        if (self._folder / CONFIG_FILE).read_bytes() != wrapped_config(source.config):
+        try:
+            config = read_whole(self._folder / CONFIG_FILE, MAX_JSON_BYTES)
+        except OSError:
+            config = b""
+        if config != wrapped_config(source.config):
             self._add(CONFIG_FILE, "is not the source's, wrapped")
 
     def _compare(
@@ -304,7 +319,7 @@ class _Check:
         """Compare one expert's matrix with the source; return how many bytes were lost."""
         if isinstance(found, BadPadding):
             where = "its end" if found.expert is None else f"expert {found.expert}"
-            what = f"{found.count} bytes of the padding of {where} are not {found.record.fill:#04x}"
+            what = f"{found.count} bytes of the padding of {where} are not as they were written"
             self._add(found.record.file, what, found.record)
             return 0
         info = source.tensors.get(found.tensor.name)

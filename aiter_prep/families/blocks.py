@@ -24,6 +24,7 @@ from aiter_prep.families.names import (
     family_of,
 )
 from aiter_prep.families.schemes import SCHEMES, Scheme, matches
+from aiter_prep.storage import jsontext
 from aiter_prep.storage.dtypes import width_of
 from aiter_prep.storage.jsontext import printable
 
@@ -145,8 +146,18 @@ class BlockBuilder:
         stored_hidden, intermediate = _sizes(parts)
         scheme = _scheme(self._experts, parts)
         hidden = stored_hidden * scheme.weight_unit.columns
+        if not (count and hidden and intermediate):
+            raise BadSource(
+                f"`{printable(self._experts)}` has {count} experts of {hidden} x {intermediate}"
+            )
         block = ExpertBlock(self._experts, family, scheme, count, hidden, intermediate, parts)
         _check_shapes(block)
+        if set(self._experts) & set("{}"):
+            raise NoRule(
+                f"`{printable(self._experts)}` has a brace in its path, which manifests keep for "
+                "the number of an expert",
+                "rename the tensors of this module",
+            )
         return block
 
     def _expert_count(self, expected: frozenset[int]) -> int:
@@ -169,11 +180,12 @@ class BlockBuilder:
         """Return the number of experts where each has tensors of its own."""
         count = max(held) + 1
         wanted = count if count in expected else max(count, *expected, 0)
-        missing = [expert for expert in range(wanted) if expert not in held]
+        missing = wanted - len(held)  # a config may want 10^18
         if missing:
+            first = next(expert for expert in range(wanted) if expert not in held)
             raise BadSource(
-                f"`{printable(self._experts)}` lacks expert {missing[0]} "
-                f"({len(missing)} missing of {wanted})",
+                f"`{printable(self._experts)}` lacks expert {first} "
+                f"({missing} missing of {jsontext.shown(wanted)})",
                 "finish the download",
             )
         return count
@@ -199,6 +211,10 @@ class BlockBuilder:
                     f"`{printable(first.name)}` is {first.dtype} {list(first.shape)}"
                 )
         shape = first.shape[1:] if fused else first.shape
+        if role == WEIGHT and not fused and len(shape) != MATRIX_AXES:
+            raise BadSource(
+                f"tensor `{printable(first.name)}` has {len(shape)} axes, a weight has two"
+            )
         transposed = family.transposed and len(shape) == MATRIX_AXES
         if transposed:
             shape = shape[::-1]
@@ -276,8 +292,14 @@ def text_model_type(config: Mapping[str, Any]) -> str:
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key under which `layers.2` comes before `layers.10`."""
-    fields = name.split(".")
-    return tuple((0, int(f), "") if f.isdecimal() else (1, 0, f) for f in fields)
+    return tuple(map(_field_key, name.split(".")))
+
+
+def _field_key(field: str) -> tuple[int, int, str]:
+    if not (field.isascii() and field.isdigit()):
+        return (1, 0, field)
+    digits = field.lstrip("0")  # more of them, a larger number: no need for one of 1,000 digits
+    return (0, len(digits), digits)
 
 
 def _sizes(parts: Mapping[tuple[str, str], Part]) -> tuple[int, int]:

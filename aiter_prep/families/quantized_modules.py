@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from aiter_prep.families.regex_cost import compiled, steps_of
+
 # Configs and checkpoints disagree on what stands before `layers.`; each may use any of these.
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _PREFIX = re.compile(r"\A(?:model\.language_model|language_model\.model|language_model|model)\.")
@@ -18,7 +20,12 @@ _SPELLINGS = (
     ("0.gate_up_proj", "0.down_proj"),
     ("gate_up_proj", "down_proj"),
 )
+_REGEX = "re:"
+_MAX_AROUND = len("model.language_model.") + len(".0.gate_up_proj")
 _ROOTS = ("layers.", "blocks.")
+# Ways in which all regexes of a config may go on one name. Each is tried on a hundred names of a
+# module, so at worst this is a second or two; honest configs come to a hundredth of it.
+MAX_STEPS = 8_000_000
 
 # An entry (a name, a `*` glob or a `re:` regex) and the scheme of the modules that it means; None:
 # a scheme that cannot be told.
@@ -76,9 +83,10 @@ def scheme_of(experts_path: str, reading: Reading) -> str | None:
     """Return the scheme of an experts module, or None where its parts do not agree.
 
     Raises:
-        Unclear: An entry is no valid regex.
+        Unclear: An entry is no valid regex, or one that might take for ever.
     """
     module = _Names.of(experts_path)
+    _weigh([*reading.exclusions, *(entry for entry, _ in reading.rules)], experts_path)
     leaves = {leaf: _Names.of(f"{experts_path}.{leaf}") for names in _SPELLINGS for leaf in names}
     below = tuple(f"{name}." for name in module.full)
     exclusions = _exclusion_rules(reading, experts_path, leaves, below)
@@ -157,8 +165,8 @@ def _means(entry: str, names: _Names) -> bool:
 
     A plain name is compared by whole segments: `gate` is no part of `gate_proj`.
     """
-    if entry.startswith("re:"):
-        regex = _compiled(entry[3:])
+    if entry.startswith(_REGEX):
+        regex = _compiled(entry[len(_REGEX) :])
         return any(regex.match(name) for name in names.full)
     if any(character in entry for character in "*?["):
         return any(fnmatchcase(name, entry) for name in names.full)
@@ -167,9 +175,25 @@ def _means(entry: str, names: _Names) -> bool:
     return f"{start}{entry}." in names.lines
 
 
+def _weigh(entries: Iterable[str], experts_path: str) -> None:
+    """Check that the regexes among some entries come to an end soon.
+
+    Raises:
+        Unclear: They may not.
+    """
+    length = len(experts_path) + _MAX_AROUND
+    total = 0
+    for entry in entries:
+        if entry.startswith(_REGEX):
+            steps = steps_of(entry[len(_REGEX) :], length)
+            total += MAX_STEPS + 1 if steps is None else steps
+        if total > MAX_STEPS:
+            raise Unclear
+
+
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise Unclear from error
+    regex = compiled(pattern)
+    if regex is None:
+        raise Unclear
+    return regex

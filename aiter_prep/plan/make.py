@@ -12,6 +12,7 @@ from aiter_prep.plan.cut import Cut, Parallel, cut_block
 from aiter_prep.plan.shards import Shard, common_shards, rank_shards
 from aiter_prep.plan.stacks import stacks_of
 from aiter_prep.sharding import PLACEMENTS
+from aiter_prep.storage.checkpoint import is_plain_name
 from aiter_prep.storage.folder import small_files
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.targets.model import DEFAULT, OPTIONS
@@ -155,7 +156,7 @@ def make_plan(
     traits = traits_for(checkpoint, chip, options)
     blocks = tuple(_plan_blocks(classified, found, traits, parallel, chosen_ranks))
     copied, left = small_files(checkpoint.folder)
-    warnings += [f"`{printable(name)}` is not copied: a folder, or a large file" for name in left]
+    warnings += [_left_warning(name) for name in left]
     warnings += _block_warnings(blocks)
     facts = {"ep": ep, "gfx": chip, "target": found.name, "tp": tp}
     shards = (
@@ -298,6 +299,11 @@ def _leftover_warnings(checkpoint: Checkpoint) -> Iterator[str]:
     if checkpoint.unindexed:
         name = printable(checkpoint.unindexed[0].name)
         yield f"{len(checkpoint.unindexed)} tensors that the index does not name, first `{name}`"
+
+
+def _left_warning(name: str) -> str:
+    why = "a folder, or a large file" if is_plain_name(name) else "its name is none for a file"
+    return f"`{printable(name)}` is not copied: {why}"
 
 
 def _block_warnings(blocks: Sequence[BlockPlan]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import BadSource, NoRule
 from aiter_prep.storage import jsontext
+from aiter_prep.storage.files import leaves_folder, read_whole
 from aiter_prep.storage.header import Header, TensorInfo, read_header
 from aiter_prep.storage.jsontext import printable
 
@@ -21,6 +22,7 @@ SINGLE_FILE = "model.safetensors"
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
 METHOD = "aiter_prep"
 MAX_JSON_BYTES = 256 * 1024 * 1024
+MAX_FILE_NAME_BYTES = 255
 MAX_SHOWN = 5
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -88,9 +90,18 @@ def open_checkpoint(
         NoRule: The folder is prepared already, or a dtype is not known.
     """
     folder = Path(folder)
+    try:
+        return _open(folder, name, revision)
+    except OSError as fault:
+        raise BadSource(f"cannot read `{printable(str(folder))}`: {fault.strerror}") from None
+
+
+def _open(folder: Path, name: str | None, revision: str | None) -> Checkpoint:
     _refuse_prepared_folder(folder)
     config = _read_config(folder)
     weight_map, files = _read_index(folder)
+    for file in files:
+        refuse_link_outside(folder / file)
     headers = tuple(read_header(folder / file) for file in files)
     for header in headers:
         _refuse_shuffled_shard(header)
@@ -124,9 +135,23 @@ def read_json_file(path: Path) -> dict[str, Any]:
             raise BadSource(f"`{name}` is missing in `{printable(str(path.parent))}`")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise BadSource(f"`{name}` is larger than {MAX_JSON_BYTES} bytes")
-        return jsontext.parse_object(path.read_bytes(), f"`{name}`")
+        refuse_link_outside(path)
+        return jsontext.parse_object(read_whole(path, MAX_JSON_BYTES), f"`{name}`")
     except OSError as fault:
         raise BadSource(f"cannot read `{name}`: {fault.strerror}") from None
+
+
+def refuse_link_outside(path: Path) -> None:
+    """Check that a file of a source lies in its folder.
+
+    Raises:
+        BadSource: It is a link to somewhere else.
+    """
+    if leaves_folder(path):
+        raise BadSource(
+            f"`{printable(path.name)}` is a link that leads out of its folder",
+            "put the file itself into the folder, for example with `cp --dereference`",
+        )
 
 
 def _read_optional_json(path: Path) -> dict[str, Any] | None:
@@ -191,21 +216,26 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadSource(f"{what} has no `weight_map`")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not _is_plain_name(file):
+        if not isinstance(file, str) or not _is_shard_name(file):
             raise BadSource(
-                f"{what} places `{printable(name)}` in {printable(repr(file))}, which is not the "
+                f"{what} places `{printable(name)}` in {jsontext.shown(file)}, which is not the "
                 "plain name of a safetensors file in the same folder"
             )
     return weight_map
 
 
-def _is_plain_name(file: str) -> bool:
+def is_plain_name(file: str) -> bool:
+    """Return whether a text is the name of a file in a folder: no path, and safe on a terminal."""
     return (
-        file.endswith(".safetensors")
-        and file.isprintable()
+        file.isprintable()
+        and 0 < len(file.encode()) <= MAX_FILE_NAME_BYTES
         and not file.startswith(".")
         and not set(file) & {"/", "\\", "\0"}
     )
+
+
+def _is_shard_name(file: str) -> bool:
+    return file.endswith(".safetensors") and is_plain_name(file)
 
 
 def _check_files(folder: Path, files: Iterable[str], index: str) -> None:

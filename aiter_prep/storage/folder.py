@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from aiter_prep.storage.checkpoint import MANIFEST_FILE, PICKLES
+from aiter_prep.storage.checkpoint import (
+    MANIFEST_FILE,
+    PICKLES,
+    is_plain_name,
+    refuse_link_outside,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +55,11 @@ def small_files(folder: Path) -> tuple[list[str], list[str]]:
     """Return the files to copy from a source, and those that are left out.
 
     Tokenizer, chat template, code and the like are copied; weights in any format, hidden files,
-    folders and files over `MAX_SMALL_FILE_BYTES` are not. `config.json` is in neither list.
+    folders, pipes, files over `MAX_SMALL_FILE_BYTES` and names that a terminal could not bear are
+    not. `config.json` is in neither list.
+
+    Raises:
+        BadSource: A file to copy is a link that leads out of the folder.
     """
     copied: list[str] = []
     left: list[str] = []
@@ -59,7 +68,9 @@ def small_files(folder: Path) -> tuple[list[str], list[str]]:
             continue
         if any(path.match(pattern) for pattern in _WEIGHT_PATTERNS) and path.is_file():
             continue
-        if path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES:
+        is_small = path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES
+        if is_small and is_plain_name(path.name):
+            refuse_link_outside(path)
             copied.append(path.name)
         else:
             left.append(path.name)

@@ -11,7 +11,7 @@ from aiter_prep.errors import BadSource, NoRule
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.digest import digest_of
 from aiter_prep.storage.dtypes import bytes_of
-from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.jsontext import printable, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
 MAX_DIMENSION = 2**48
+MAX_AXES = 32
+MAX_FILE_BYTES = 2**63 - 1
+MAX_OFFSET = 2**127  # larger ones are not worth a message of their own
+MAX_NAME = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,11 @@ def _metadata(value: Any, what: str) -> dict[str, str]:
 
 def _tensor(name: str, entry: Any, file: str, data_start: int) -> TensorInfo:
     where = f"tensor `{printable(name)}` in `{printable(file)}`"
+    if not is_sound_name(name):
+        raise BadSource(
+            f"{where} has a name that cannot be trusted: {len(name)} characters; at most "
+            f"{MAX_NAME}, and no control characters, are allowed"
+        )
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         begin, end = offsets
@@ -144,18 +153,26 @@ def _tensor(name: str, entry: Any, file: str, data_start: int) -> TensorInfo:
     if not isinstance(dtype, str) or not isinstance(shape, list) or len(entry) != len(_FIELDS):
         raise BadSource(f"{where} has fields of the wrong kind")
     if not all(type(number) is int and 0 <= number <= MAX_DIMENSION for number in shape):
-        raise BadSource(f"{where} has the impossible shape {printable(str(shape))}")
-    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-        raise BadSource(f"{where} has impossible offsets {printable(str(offsets))}")
+        raise BadSource(f"{where} has the impossible shape {shown(shape)}")
+    if len(shape) > MAX_AXES:
+        raise BadSource(f"{where} has {len(shape)} axes, the limit is {MAX_AXES}")
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_OFFSET:
+        raise BadSource(f"{where} has impossible offsets {shown(offsets)}")
     try:
         expected = bytes_of(dtype, shape)
     except NoRule as fault:
         raise NoRule(f"{where}: {printable(fault.message)}", fault.hint) from None
     if expected != end - begin:
+        takes = "more than any file has" if (expected or 0) > MAX_FILE_BYTES else expected
         raise BadSource(
-            f"{where} has {end - begin} bytes, but {dtype} {printable(str(shape))} takes {expected}"
+            f"{where} has {end - begin} bytes, but {dtype} {shown(shape)} takes {takes}"
         )
     return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, end - begin)
+
+
+def is_sound_name(name: str) -> bool:
+    """Return whether a tensor may be called so: not too long, and safe on a terminal."""
+    return len(name) <= MAX_NAME and name.isprintable()
 
 
 _FIELDS = ("dtype", "shape", "data_offsets")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from aiter_prep.errors import BadSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+MAX_DEPTH = 100  # no config, header, index or manifest comes near; our own writer copes with it
+# A text of brackets alone becomes Python objects of 25 times its size. The densest honest text, a
+# header of empty tensors, has a bracket every 17 bytes.
+BYTES_PER_BRACKET = 12
+SMALL_BYTES = 1024 * 1024
+MAX_SHOWN = 20
 
 
 class JsonFault(ValueError):
@@ -26,10 +34,19 @@ def parse(text: bytes | str, what: str) -> Any:
         BadSource: Not UTF-8, not JSON, nested too deeply, a duplicate key or a non-finite number.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        _check_density(text)
+        document = json.loads(
+            # left to itself, `json` also takes UTF-16, and halves of surrogates
+            text if isinstance(text, str) else text.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+        _check_depth(document)
     except (ValueError, RecursionError) as fault:
         reason = "nested too deeply" if isinstance(fault, RecursionError) else str(fault)
         raise BadSource(f"{what} is not valid JSON: {printable(reason)}") from None
+    return document
 
 
 def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
@@ -56,10 +73,49 @@ def readable(document: Any) -> bytes:
 
 def printable(text: str, limit: int = 200) -> str:
     """Return text that is safe on a terminal: control characters escaped, long text cut."""
-    if len(text) <= limit and text.isprintable():
-        return text
-    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    safe = text
+    if not text.isprintable():
+        safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return safe if len(safe) <= limit else f"{safe[:limit]}… ({len(safe)} characters)"
+
+
+def shown(value: Any, limit: int = 200) -> str:
+    """Return a value of a JSON document as text for a message, whatever and however large it is."""
+    if isinstance(value, (dict, list)) and len(value) > MAX_SHOWN:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    return printable(repr(value), limit)
+
+
+def _check_density(text: bytes | str) -> None:
+    if len(text) <= SMALL_BYTES:
+        return
+    if isinstance(text, str):
+        brackets = text.count("[") + text.count("{")
+    else:
+        brackets = text.count(b"[") + text.count(b"{")
+    if brackets * BYTES_PER_BRACKET > len(text):
+        raise JsonFault(f"{brackets} brackets in {len(text)} bytes")
+
+
+def _check_depth(document: Any) -> None:
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for value in level
+            if isinstance(value, (dict, list))
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise JsonFault(f"nested more than {MAX_DEPTH} deep")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise JsonFault(f"{printable(text, 40)} is too large a number")
+    return number
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -10,12 +9,13 @@ import shutil
 import threading
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiter_prep.errors import AiterPrepError, OutputNotEmpty
-from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.digest import digest_of
+from aiter_prep.storage.durable import sync_folder, write_whole
+from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import (
     JOURNAL_FILE,
     LOCK_FILE,
@@ -23,7 +23,9 @@ from aiter_prep.storage.folder import (
     SHARD_NAME,
     partial_file,
 )
+from aiter_prep.storage.journal import Journal
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.swap import recover, swap, work_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
     from aiter_prep.storage.buffers import Bytes
     from aiter_prep.storage.shard import ShardLayout
+
+MAX_MANIFEST_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,12 @@ class ShardFile:
         self._descriptor = os.open(
             self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
         )
-        os.ftruncate(self._descriptor, layout.total_bytes)
-        self.write(0, layout.header)
+        try:
+            os.ftruncate(self._descriptor, layout.total_bytes)
+            self.write(0, layout.header)
+        except BaseException:
+            self.discard()
+            raise
 
     def write(self, start: int, data: Bytes) -> None:
         """Write all bytes at an offset of the file."""
@@ -116,13 +124,15 @@ class OutputFolder:
         self._fingerprint = fingerprint
         self._journal_lock = threading.Lock()
         self.finished: dict[str, dict[str, Written]] = {}
+        recover(folder)
         self._replaces = overwrite and (folder / MANIFEST_FILE).exists()
         if self._replaces:
             _check_ours(folder)
-        self.folder = _beside(folder) if self._replaces else folder
+        self.folder = work_folder(folder) if self._replaces else folder
         _check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.folder)
+        self._lock = lock_folder(self.folder)
+        self._journal = Journal(self.folder)
         try:
             # another run may have ended while we waited for the lock
             _check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
@@ -148,13 +158,16 @@ class OutputFolder:
             self._lock = -1
 
     def _begin(self, *, resume: bool) -> None:
-        _remove_partial_files(self.folder)
-        if resume and (self.folder / JOURNAL_FILE).exists():
+        if resume and self._journal.exists():
             self.finished = self._read_journal()
-        else:
+        _remove_partial_files(self.folder)
+        # of a run that was killed between its manifest and its end
+        (self.folder / MANIFEST_FILE).unlink(missing_ok=True)
+        if not self.finished:
             _remove_ours(self.folder)
-            self._append({"fingerprint": self._fingerprint})
-            _sync_folder(self.folder)
+            self._journal.append({"fingerprint": self._fingerprint})
+            sync_folder(self.folder)
+            sync_folder(self.folder.resolve().parent)
 
     def keep_only(self, layouts: Mapping[str, ShardLayout]) -> None:
         """Forget finished shards that are no longer there as they were noted."""
@@ -183,58 +196,49 @@ class OutputFolder:
     def finish(self, shard: ShardFile, tensors: Mapping[str, Written]) -> None:
         """Bring a shard to the disk, give it its name and note it."""
         file = shard.layout.file
-        shard.finish(self.folder)
-        _sync_folder(self.folder)
+        try:
+            shard.finish(self.folder)
+        except BaseException:
+            shard.discard()
+            raise
+        sync_folder(self.folder)
         with self._journal_lock:
             noted = {name: astuple(written) for name, written in tensors.items()}
-            self._append({"file": file, "tensors": noted})
+            self._journal.append({"file": file, "tensors": noted})
             self.finished[file] = dict(tensors)
 
     def note_files(self, names: Sequence[str]) -> None:
         """Note which files beside the shards are about to be written."""
-        self._append({"files": list(names)})
+        self._journal.append({"files": list(names)})
 
     def write_file(self, name: str, data: bytes) -> tuple[int, str]:
         """Write a small file whole; return its size and digest."""
-        temporary = self.folder / partial_file(name)
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.folder / name)
+        write_whole(self.folder, name, data)
         return len(data), digest_of(data)
 
     def seal(self, manifest: bytes) -> None:
-        """Write the manifest, and put the folder in its place."""
-        _sync_folder(self.folder)
-        self.write_file(MANIFEST_FILE, manifest)
-        _sync_folder(self.folder)
-        for name in (JOURNAL_FILE, LOCK_FILE):
-            (self.folder / name).unlink(missing_ok=True)
-        if self._replaces:
-            _swap(self.folder, self.final)
-        _sync_folder(self.final)
+        """Write the manifest, and put the folder in its place.
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        text = jsontext.canonical(entry)
-        line = text + b"\t" + digest_of(text).encode() + b"\n"
-        descriptor = os.open(
-            self.folder / JOURNAL_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
-        try:
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        The journal goes last: a folder with both is complete, and was not brought to its end.
+        """
+        sync_folder(self.folder)
+        self.write_file(MANIFEST_FILE, manifest)
+        sync_folder(self.folder)
+        if self._replaces:
+            swap(self.final)
+        for name in (JOURNAL_FILE, LOCK_FILE):
+            (self.final / name).unlink(missing_ok=True)
+        sync_folder(self.final)
 
     def _read_journal(self) -> dict[str, dict[str, Written]]:
-        entries = _journal_entries(self.folder / JOURNAL_FILE)
-        if not entries or entries[0].get("fingerprint") != self._fingerprint:
+        entries = self._journal.entries()
+        if entries and entries[0].get("fingerprint") != self._fingerprint:
             raise OutputNotEmpty(
                 f"`{printable(str(self.final))}` was begun from another source or with other "
                 "options",
                 "give the same ones again, or start anew with --overwrite",
             )
+        self._journal.mend()
         return {
             entry["file"]: {name: _written(*noted) for name, noted in entry["tensors"].items()}
             for entry in entries
@@ -245,17 +249,6 @@ class OutputFolder:
 def is_unfinished(folder: Path) -> bool:
     """Return whether a run has begun this folder and not finished it."""
     return (folder / JOURNAL_FILE).exists() and not (folder / MANIFEST_FILE).exists()
-
-
-def _journal_entries(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal; a kill may have cut the last one."""
-    entries: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n"):
-        text, _, digest = line.partition(b"\t")
-        if digest.decode(errors="replace") != digest_of(text):
-            break
-        entries.append(json.loads(text))
-    return entries
 
 
 def _written(digest: str, lost_count: int, lost_positions: list[int] | None) -> Written:
@@ -280,7 +273,8 @@ def _check_room_for_writing(folder: Path, *, resume: bool, overwrite: bool) -> N
     names = {path.name for path in folder.iterdir()} - {LOCK_FILE}
     if not names:
         return
-    if MANIFEST_FILE in names:
+    is_ours_to_finish = JOURNAL_FILE in names and (resume or overwrite)
+    if MANIFEST_FILE in names and not is_ours_to_finish:
         raise OutputNotEmpty(
             f"`{name}` is a prepared folder already",
             "choose another output folder, or replace it with --overwrite",
@@ -303,12 +297,13 @@ def _check_ours(folder: Path) -> None:
         OutputNotEmpty: It does.
     """
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        manifest = json.loads(read_whole(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
         known = {entry["file"] for entry in manifest["shards"]}
         known |= {entry["name"] for entry in manifest["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         known = set()
-    extra = sorted({path.name for path in folder.iterdir()} - known - {MANIFEST_FILE})
+    known |= {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE}
+    extra = sorted({path.name for path in folder.iterdir()} - known)
     if extra:
         raise OutputNotEmpty(
             f"`{printable(str(folder))}` holds `{printable(extra[0])}`, which its manifest does "
@@ -317,23 +312,7 @@ def _check_ours(folder: Path) -> None:
         )
 
 
-def _beside(folder: Path) -> Path:
-    folder = folder.resolve()
-    return folder.with_name(f".{folder.name}.aiter_prep{PARTIAL_SUFFIX}")
-
-
-def _swap(new: Path, final: Path) -> None:
-    """Put a complete folder in the place of the one that it replaces."""
-    final = final.resolve()
-    old = final.with_name(f".{final.name}.aiter_prep.old")
-    shutil.rmtree(old, ignore_errors=True)
-    final.rename(old)
-    new.rename(final)
-    _sync_folder(final.parent)
-    shutil.rmtree(old)
-
-
-def _lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Take the folder's lock; it falls with the process that holds it.
 
     Raises:
@@ -342,11 +321,18 @@ def _lock(folder: Path) -> int:
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # a run that ended meanwhile took its file away, and another may have made one anew
+        is_current = os.path.samestat(os.fstat(descriptor), (folder / LOCK_FILE).stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_current = False
     except OSError:
+        os.close(descriptor)
+        raise
+    if not is_current:
         os.close(descriptor)
         raise OutputNotEmpty(
             f"another process is writing `{printable(str(folder))}`", "wait for it to end"
-        ) from None
+        )
     return descriptor
 
 
@@ -358,20 +344,11 @@ def _remove_partial_files(folder: Path) -> None:
 
 def _remove_ours(folder: Path) -> None:
     """Remove what an unfinished run left; without a journal there is nothing of ours."""
-    journal = folder / JOURNAL_FILE
+    journal = Journal(folder)
     if not journal.exists():
         return
-    copied = {name for entry in _journal_entries(journal) for name in entry.get("files", ())}
+    copied = {name for entry in journal.entries() for name in entry.get("files", ())}
     for path in folder.iterdir():
         if SHARD_NAME.fullmatch(path.name) or path.name in copied:
             path.unlink()
-    journal.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some filesystems cannot sync a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    journal.remove()
