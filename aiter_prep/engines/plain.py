@@ -66,11 +66,19 @@ def _memory_for(stored: StoredTensor, device: torch.device | str) -> torch.Tenso
 def flagged(flat: torch.Tensor, record: TensorRecord) -> torch.Tensor:
     """Return flat bytes as the tensor that they are, with the flags that belong on it."""
     tensor = as_runtime(flat, record)
-    if record.is_shuffled:
+    if is_flagged(record):
         setattr(tensor, SHUFFLED, True)
     if record.layout is not None:
         setattr(tensor, LAYOUT, record.layout)
     return tensor
+
+
+def is_flagged(record: TensorRecord) -> bool:
+    """Return whether AITER would have flagged a tensor.
+
+    aiter/ops/shuffle.py flags weights; scales of any layout have no flag, and no kernel asks.
+    """
+    return record.is_shuffled and "scale" not in record.name.rpartition(".")[2]
 
 
 def attach(

@@ -63,7 +63,7 @@ def test_tensors_have_dtype_shape_and_flags_of_the_manifest(tmp_path: Path, gfx:
         assert str(tensor.dtype) == f"torch.{record.runtime_dtype}"
         assert tuple(tensor.shape) == record.shape
         assert tensor.is_contiguous()
-        assert getattr(tensor, "is_shuffled", False) == record.is_shuffled
+        assert hasattr(tensor, "is_shuffled") == record.name.endswith("_weight")
         assert tensor.aiter_prep_layout == record.layout
 
 
@@ -72,6 +72,12 @@ def test_packed_weights_and_their_scales_have_the_dtypes_of_kernels(tmp_path: Pa
     dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in loaded.items()}
     assert dtypes["w13_weight"] == torch.float4_e2m1fn_x2
     assert dtypes["w13_weight_scale"] in {torch.uint8, torch.float8_e8m0fnu}
+
+
+def test_aiter_flags_weights_and_no_scales(tmp_path: Path) -> None:
+    loaded = load(folder_of(tmp_path, "mxfp4_quark"), 0)
+    flagged = {name.rpartition(".")[2] for name, t in loaded.items() if hasattr(t, "is_shuffled")}
+    assert flagged == {"w13_weight", "w2_weight"}
 
 
 def test_common_tensors_come_on_request_and_have_no_flags(tmp_path: Path) -> None:

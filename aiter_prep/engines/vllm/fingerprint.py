@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aiter_prep.manifest import Manifest
     from aiter_prep.storage.buffers import ByteArray
 
+_NOT_OF_AITER = frozenset({"row_major", "int4_scale"})
 _EXPERTS, _ROWS, _COLUMNS = 2, 128, 64  # whole tiles of every layout: no padding, no fresh memory
 
 
@@ -27,8 +28,8 @@ def check_fingerprint(manifest: Manifest) -> None:
     Raises:
         EngineMismatch: AITER is missing, or lays it out in another way.
     """
-    names = {record.layout for record in manifest.tensors if record.is_shuffled and record.layout}
-    for name in sorted(names):
+    names = {record.layout for record in manifest.tensors if record.layout is not None}
+    for name in sorted(names - _NOT_OF_AITER):
         layout = manifest.layout(name)
         if not np.array_equal(_ours(layout), _theirs(name, manifest)):
             raise EngineMismatch(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiter_prep.engines.plain import FLAGS, SHUFFLED, flagged
+from aiter_prep.engines.plain import FLAGS, SHUFFLED, flagged, is_flagged
 from aiter_prep.engines.reading import Destination, StoredTensor, read_tensors
 from aiter_prep.engines.vllm.contract import KEEPS_PARAMETERS
 from aiter_prep.storage.jsontext import printable
@@ -88,4 +88,4 @@ def check_placed(layer: ExpertLayer) -> None:
         name = printable(stored.record.name)
         assert not held.is_meta, f"`{name}` has no memory"
         flag = bool(getattr(held, SHUFFLED, False))
-        assert flag == stored.record.is_shuffled, f"`{name}` lost its flag on the way"
+        assert flag == is_flagged(stored.record), f"`{name}` lost its flag on the way"
