@@ -236,7 +236,7 @@ class _Task:
             for number, source in enumerate(stack.sources):
                 yield Piece(number, range(source.rows), range(source.row_bytes), 0)
         elif self.group == W2:
-            yield from self.down_pieces(stack.sources[0], part, rank)
+            yield from self.down_pieces(stack.sources[0], part)
         else:
             yield from self.gate_up_pieces(stack, part)
 
@@ -259,10 +259,10 @@ class _Task:
                 rows = range(number * half + start, number * half + stop)
                 yield Piece(0, rows, columns, number * up_row)
 
-    def down_pieces(self, source: Source, part: range, rank: int) -> Iterator[Piece]:
+    def down_pieces(self, source: Source, part: range) -> Iterator[Piece]:
         """Yield the columns of a rank, or whole rows where one element stands for all columns."""
         rows = range(source.rows)
-        if self.role == BIAS and self.block.family.down_bias == "first_rank" and rank:
+        if self.role == BIAS and self.block.family.down_bias == "first_rank" and part.start:
             return
         if not self.unit.columns:
             yield Piece(0, rows, range(source.row_bytes), 0)

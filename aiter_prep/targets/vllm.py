@@ -17,6 +17,7 @@ from aiter_prep.targets.forms import (
     FP8_WEIGHT,
     GFX942,
     GFX950,
+    GFX1250,
     HALF_WEIGHT,
     PLAIN,
     SOURCE_BIAS,
@@ -50,11 +51,11 @@ _NO_MX = "gfx942 has no MX matrix instructions: vLLM emulates, and AITER shuffle
 def _fp8(chip: str) -> tuple[WeightPath, ...]:
     """Return the FP8 paths: oracle/fp8.py, quantization/fp8.py and its siblings."""
     forms = fp8_forms(chip, f32_scales=True)
-    one = {**forms["weight_scale"].dtypes}
+    # the destination of a padded load is filled with 1.0, which e4m3fnuz doubles like the rest
+    one = bytes.fromhex("00000040" if chip == GFX942 else "0000803f")
     padded = {
         "weight": forms["weight"],
-        # one as F32: the destination of a padded load is filled with it
-        "weight_scale": replace(forms["weight_scale"], fill=bytes.fromhex("0000803f"), dtypes=one),
+        "weight_scale": replace(forms["weight_scale"], fill=one),
     }
     return (
         WeightPath(
@@ -268,7 +269,7 @@ _INT4_FP8 = WeightPath(  # quark_moe.py, QuarkW4A8Fp8MoEMethod
             merges=("fold_scale_into_rows", "fold_scale_into_rows"),
         ),
     },
-    when=when(moe_backend=AITER_BACKEND),
+    when=when(chip=frozenset({GFX942, GFX950}), moe_backend=AITER_BACKEND),
 )
 
 _INT4 = WeightPath(  # compressed_tensors_moe_w4a16_flydsl.py
@@ -296,7 +297,7 @@ _MXFP8 = WeightPath(  # oracle/mxfp8.py, experts/aiter_mxfp8_moe.py
         "weight": replace(FP8_WEIGHT, layouts=TILE_INTERLEAVED),
         "weight_scale": e8m0_scale(("e8m0_interleaved_16", "e8m0"), "uint8"),
     },
-    when=when(chip=GFX950, moe_backend=AITER_BACKEND),
+    when=when(chip=frozenset({GFX950, GFX1250}), moe_backend=AITER_BACKEND),
     row_order="interleaved_16",
     intermediate_multiple=64,
     hidden_multiple=64,
@@ -307,7 +308,7 @@ TARGET = Target(
     aliases=("vllm",),
     engine="vllm",
     engine_version="0.33",
-    chips=(GFX950, GFX942),
+    chips=(GFX950, GFX942, GFX1250),
     paths=(
         WeightPath(
             scheme="bf16",
@@ -317,6 +318,7 @@ TARGET = Target(
         ),
         *_fp8(GFX950),
         *_fp8(GFX942),
+        *_fp8(GFX1250),
         *_MXFP4,
         _MXFP8,
         _INT4_FP8,
@@ -337,6 +339,11 @@ TARGET = Target(
         ),
         Refusal("mxfp4", _NO_MX, when(chip=GFX942)),
         Refusal("mxfp8", _NO_MX, when(chip=GFX942)),
+        Refusal(
+            "mxfp4",
+            "on gfx1250 vLLM swizzles for Triton into objects that are no plain tensors",
+            when(chip=GFX1250),
+        ),
         Refusal(
             "fp8_tensor",
             "vLLM 0.33 does not bring ModelOpt's FP8 experts into this chip's format, which looks "
