@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from aiter_prep._version import __version__
 
 if TYPE_CHECKING:
+    from aiter_prep.engines.plain import attach, load
     from aiter_prep.errors import AiterPrepError
     from aiter_prep.execute import execute
     from aiter_prep.inspection import inspect_path as inspect
@@ -41,8 +42,10 @@ __all__ = [
     "Report",
     "Restored",
     "__version__",
+    "attach",
     "execute",
     "inspect",
+    "load",
     "make_plan",
     "open_checkpoint",
     "restore",
@@ -57,8 +60,10 @@ _HOMES = {
     "Plan": ("aiter_prep.plan", "Plan"),
     "Report": ("aiter_prep.verify", "Report"),
     "Restored": ("aiter_prep.restore", "Restored"),
+    "attach": ("aiter_prep.engines.plain", "attach"),
     "execute": ("aiter_prep.execute", "execute"),
     "inspect": ("aiter_prep.inspection", "inspect_path"),
+    "load": ("aiter_prep.engines.plain", "load"),
     "make_plan": ("aiter_prep.plan", "make_plan"),
     "open_checkpoint": ("aiter_prep.storage.checkpoint", "open_checkpoint"),
     "restore": ("aiter_prep.restore", "restore"),
