@@ -153,7 +153,7 @@ def measured(folder: Path, load_format: str) -> dict[str, Any]:
 
     from conformance.engine_dump import Job, as_rank, engine_config, start_one_process_world
 
-    class Copies(TorchDispatchMode):  # type: ignore[misc]
+    class Copies(TorchDispatchMode):
         count = total = 0
 
         def __torch_dispatch__(

@@ -24,6 +24,7 @@ MODES = ("unshuffle", "none", "wrong_flag", "wrong_rank")
 def register() -> None:
     """Changes the product's loader in this process."""
     from aiter_prep.engines.vllm import checks, contract, loader
+    from aiter_prep.engines.vllm.placing import place
 
     mode = os.environ[VARIABLE]
     assert mode in MODES, mode
@@ -32,7 +33,6 @@ def register() -> None:
     known.row_orders["CPU"] = contract.SEPARATED
     checks.running_chip = lambda: "gfx950"
     vars(loader)["check_fingerprint"] = lambda _manifest: None  # there is no AITER here
-    place = loader.place
     if mode == "wrong_rank":
         vars(loader)["rank_of"] = lambda _parallel, manifest: manifest.target["ranks"][-1]
 
