@@ -239,6 +239,7 @@ def test_another_dtype_is_refused(folder: Path, manifest: Manifest) -> None:
     said = refusal(lambda: checks.check_layer(layer_of(folder, dtype=torch.float16), manifest))
     assert "torch.bfloat16" in said
     assert "made room for torch.float16" in said
+    assert "--dtype bfloat16" in said
 
 
 def test_a_parameter_that_the_folder_lacks_is_refused(folder: Path, manifest: Manifest) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _GATE_UP = {SEPARATED: {"gate_up": "separated"}, INTERLEAVED: {"gate_up": "interleaved"}}
 _OWN = ("w13_", "w2_")
+_HALVES = {"torch.bfloat16", "torch.float16"}
 
 # what a parameter is allocated as, to what it is after loading, where these differ
 _CONVERTED = {
@@ -208,6 +209,8 @@ def _check_parameter(layer: ExpertLayer, name: str, parameter: Any, again: str) 
     # scales change their shape on the way; that of a weight is the allocated one, unless flat
     is_weight = name in {"w13_weight", "w2_weight"}
     if (is_weight and shapes[0] != shapes[1]) or not _may_become(before, after):
+        if {before, after} <= _HALVES:
+            again = f"start the engine with `--dtype {after.removeprefix('torch.')}`"
         raise EngineMismatch(
             f"`{printable(name)}` of `{printable(layer.path)}` is {after} {list(shapes[1])} in the "
             f"folder, the engine made room for {before} {list(shapes[0])}",

@@ -75,13 +75,26 @@ def expert_layers(
         if name is not None:
             _check_main(manifest, list(blocks), name, architecture)
             known = _known(path, module)
-            found.append(ExpertLayer(path, module, known, blocks[name], tensors[name]))
+            own = {_leaf_of(module, leaf): item for leaf, item in tensors[name].items()}
+            found.append(ExpertLayer(path, module, known, blocks[name], own))
         elif not _is_common(path, manifest):
             raise EngineMismatch(
                 f"the folder has no experts for `{printable(path)}`",
                 "prepare the whole checkpoint that the engine was given",
             )
     return found
+
+
+def _leaf_of(module: Any, leaf: str) -> str:
+    """Return the engine's name of a tensor.
+
+    Block scales of `Fp8MoEMethod` are `..._scale_inv` whatever the source calls them (DeepSeek-V4
+    says `scale`), those of other methods are `..._scale`.
+    """
+    for name in (leaf, f"{leaf}_inv", leaf.removesuffix("_inv")):
+        if hasattr(module, name):
+            return name
+    return leaf
 
 
 def experts_at(path: str, blocks: Sequence[str]) -> str | None:
