@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from aiter_prep.restore import restore
 from aiter_prep.storage import swap
 from aiter_prep.verify import verify
 from crashes import Scene, check_kill, check_kill_of_overwrite, points, some
-from faults import Fault, Injector, delay, fail, in_child, short, then
+from faults import Fault, Injector, delay, fail, in_child, kill_after, short, then
 from prepared import JOURNAL, LOCK, MANIFEST, contents, stamps
 
 FAULTS = Path(__file__).resolve().parents[1] / "faults.py"
@@ -64,7 +65,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_one_of_the_two(
 
 
 def test_a_journal_that_was_cut_anywhere_is_mended(scene: Scene) -> None:
-    in_child(lambda: crashes._under(Fault("rename", 6, crashes.kill_after), scene.convert))
+    in_child(lambda: crashes._under(Fault("rename", 6, kill_after), scene.convert))
     journal = (scene.out / JOURNAL).read_bytes()
     assert journal.count(b"\n") > 3
     for size in (0, 1, 40, journal.index(b"\n"), len(journal) // 2, len(journal) - 1):
@@ -75,7 +76,7 @@ def test_a_journal_that_was_cut_anywhere_is_mended(scene: Scene) -> None:
 
 
 def test_other_weights_under_the_same_header_are_not_mixed_in_by_resume(scene: Scene) -> None:
-    in_child(lambda: crashes._under(Fault("rename", 6, crashes.kill_after), scene.convert))
+    in_child(lambda: crashes._under(Fault("rename", 6, kill_after), scene.convert))
     path = scene.source / "model.safetensors"
     before, status = path.read_bytes(), path.stat()
     try:
@@ -179,10 +180,14 @@ def test_restore_leaves_nothing_on_a_disk_that_fails(call: str, at: int, scene: 
 def test_a_restore_that_is_killed_leaves_no_checkpoint(scene: Scene) -> None:
     scene.convert()
     back = scene.out.parent / "back"
-    calls = scene.calls(lambda: restore(scene.out, back))
+
+    def back_again() -> None:
+        restore(scene.out, back)
+
+    calls = scene.calls(back_again)
     shutil.rmtree(back)
     for fault in some(points(calls, 4), 8):
-        in_child(lambda f=fault: crashes._under(f, lambda: restore(scene.out, back)))  # type: ignore[misc]
+        in_child(partial(crashes._under, fault, back_again))
         if not back.exists():
             restore(scene.out, back)
         assert set(contents(back)) == {"config.json", "model.safetensors", "tokenizer.json"}
