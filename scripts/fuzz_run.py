@@ -115,11 +115,28 @@ def _atheris(options: argparse.Namespace) -> int:
         f"-timeout={int(MAX_SECONDS)}",
         "-max_len=8192",
         "-print_final_stats=1",
+        f"-dict={_dictionary(options.corpus.parent, seeds)}",
         f"-artifact_prefix={options.corpus}/find-",
     ]
     atheris.Setup(arguments, fuzzing.TARGETS[options.target])
     atheris.Fuzz()  # leaves the process
     return 0
+
+
+def _dictionary(folder: Path, seeds: list[bytes]) -> Path:
+    """Write the words of honest inputs, for the fuzzer to put elsewhere."""
+    import re
+
+    words = {
+        word
+        for data in seeds
+        for word in re.findall(rb'"[\x20\x21\x23-\x5b\x5d-\x7e]{1,60}"', data)
+    }
+    words |= {b"1e999", b"[[[[[[[[", b"9223372036854775808", b"null", b"true", b"\\ud800", b"{}"}
+    lines = (b'"' + word.replace(b"\\", b"\\\\").replace(b'"', b'\\"') + b'"' for word in words)
+    path = folder / "words.dict"
+    path.write_bytes(b"\n".join(sorted(lines)) + b"\n")
+    return path
 
 
 if __name__ == "__main__":
