@@ -20,11 +20,13 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {max_bytes} bytes", str(path))
+        # one byte more, to see whether it grew; never a buffer for all that it might hold
+        data = file.read(min(status.st_size, max_bytes) + 1)
+    if len(data) > min(status.st_size, max_bytes):
+        raise OSError(errno.EFBIG, f"it is larger than {len(data) - 1} bytes", str(path))
     return data
 
 

@@ -1,0 +1,34 @@
+"""The quick form of `scripts/fuzz`, and what its long form has found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import fuzzing
+from prepared import load, sealed, small
+
+FINDS = sorted((Path(__file__).parent / "finds").iterdir())
+EXECUTIONS = 150
+
+
+@pytest.mark.parametrize("find", FINDS, ids=[path.name for path in FINDS])
+def test_what_was_found_once_is_refused_or_read(find: Path) -> None:
+    fuzzing.TARGETS[find.name.partition("-")[0]](find.read_bytes())
+
+
+@pytest.mark.parametrize("target", fuzzing.TARGETS)
+def test_lies_about_honest_inputs_are_refused_or_read(target: str, tmp_path: Path) -> None:
+    manifests = []
+    if target == "manifest":
+        document = load(small(tmp_path)[1])
+        document["tensors"] = document["tensors"][:2]
+        manifests.append(sealed(document))
+    honest = fuzzing.seeds(target, manifests)
+    rng = random.Random(target)
+    for data in honest:
+        fuzzing.TARGETS[target](data)
+    for _ in range(EXECUTIONS):
+        fuzzing.TARGETS[target](fuzzing.mutated(rng.choice(honest), rng))
