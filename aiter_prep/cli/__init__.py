@@ -26,4 +26,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from aiter_prep.cli.app import run
 
-    return run(arguments)
+    return run(arguments, owns_process=argv is None)

@@ -29,15 +29,23 @@ COMMANDS = (
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the command line on these arguments; return the exit code."""
+def run(argv: Sequence[str], *, owns_process: bool) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments without the program's name.
+        owns_process: Whether the process ends with this call.
+
+    Returns:
+        The exit code.
+    """
     output = Output(argv)
 
     def last_words() -> None:
         _say(output, faults.interrupted(output.argv))
         output.close(faults.INTERRUPTED)
 
-    with stopping(last_words), _rare_collections():
+    with stopping(last_words, owns_process=owns_process), _rare_collections():
         code = _run(output)
         return output.close(code)
 

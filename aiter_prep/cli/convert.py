@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from aiter_prep.cli import convert_flags as flags
 from aiter_prep.cli import plan_words, words
 from aiter_prep.cli.convert_flags import Request
 from aiter_prep.cli.flags import Json, MaxShardSize, Quiet, Verbose, output_of
-from aiter_prep.cli.values import check_device, check_parallel, parse_ranks, parse_size
+from aiter_prep.cli.values import given, parse_ranks, parse_size, read_backend, read_sharing
 
 if TYPE_CHECKING:
     from aiter_prep.cli.output import Output
@@ -51,28 +52,19 @@ def convert(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Prepare a checkpoint for the kernels.
-
-    Writes a folder whose expert weights already lie as the kernels want them, cut for a number of
-    tensor-parallel ranks. The source is only read.
-    """
+    """Prepare a checkpoint for the kernels; the source is only read."""
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
-    check_device(device, backend)
-    check_parallel(tp, ep, source)
-    options = {"gate_up": gate_up, "activation_dtype": activation_dtype, "moe_backend": moe_backend}
     request = Request(
         source=source,
         out=out,
-        tp=tp or 1,
-        ep=ep or 1,
-        placement=placement,
-        options={name: value for name, value in options.items() if value is not None},
+        sharing=read_sharing(tp, ep, placement, source),
+        options=given(gate_up=gate_up, activation_dtype=activation_dtype, moe_backend=moe_backend),
         fuse_shared_experts=fuse_shared_experts,
         gfx=gfx,
         target=target,
         revision=revision,
         max_shard_bytes=parse_size(max_shard_size),
-        backend=backend,
+        backend=read_backend(backend, device),
         workers=workers,
         ranks=parse_ranks(ranks),
         resume=resume,
@@ -80,29 +72,30 @@ def convert(
         as_common=tuple(as_common or ()),
         trust_tensors=trust_tensors,
     )
-    if dry_run:
-        _dry_run(output, request)
-    else:
-        _convert(output, request)
+    (_dry_run if dry_run else _convert)(output, request)
 
 
 def _dry_run(output: Output, request: Request) -> None:
-    plan, out = _planned(output, request)
-    plan_words.show(output, plan, out, resume=request.resume, overwrite=request.overwrite)
+    place = _place(output, request)
+    plan = _plan(output, request, place)
+    plan_words.show(output, plan, place.out, resume=request.resume, overwrite=request.overwrite)
     output.next_command("write it with", *(word for word in output.argv if word != "--dry-run"))
 
 
 def _convert(output: Output, request: Request) -> None:
     from aiter_prep.execute import execute
+    from aiter_prep.inspection.room import check_room
 
-    plan, out = _planned(output, request)
+    place = _place(output, request)
+    check_room(place.out, resume=request.resume, overwrite=request.overwrite)
+    plan = _plan(output, request, place)
     for warning in plan.warnings:
         output.warning(warning)
     start = time.perf_counter()
     with output.progress(f"converting for {plan.gfx}, {plan_words.sharing(plan)}") as progress:
         manifest = execute(
             plan,
-            out,
+            place.out,
             backend=request.backend,
             workers=request.workers,
             resume=request.resume,
@@ -110,43 +103,53 @@ def _convert(output: Output, request: Request) -> None:
             progress=progress,
         )
     seconds = time.perf_counter() - start
-    output.lines(*_lines(plan, out, seconds))
+    output.lines(*_lines(plan, place.out, seconds))
     if output.verbose:
         output.lines(*plan_words.shard_lines(plan))
-    output.document(SCHEMA, _body(plan, out, manifest, seconds))
-    output.next_command("prove it with", "verify", str(out))
+    output.document(SCHEMA, _body(plan, place.out, manifest, seconds))
+    output.next_command("prove it with", "verify", str(place.out))
 
 
-def _planned(output: Output, request: Request) -> tuple[Plan, Path]:
-    """Open the source and plan; what can be refused without reading anything comes first."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is known before the source is looked at: for which chip, and into which folder."""
+
+    gfx: str
+    out: Path
+
+
+def _place(output: Output, request: Request) -> _Place:
+    """Decide on the chip and the folder, and refuse what can be refused by now."""
     from aiter_prep.backends.table import backend_named
-    from aiter_prep.inspection.room import check_room
-    from aiter_prep.plan import make_plan
-    from aiter_prep.storage.hub import open_source
+    from aiter_prep.storage.hub import name_of
     from aiter_prep.targets.table import target_named
 
     backend_named(request.backend)
     target = target_named(request.target)
     gfx = request.gfx or _default_chip(output, target.chips)
     target.check_chip(gfx)
-    if request.out is not None:
-        check_room(request.out, resume=request.resume, overwrite=request.overwrite)
-    checkpoint = open_source(request.source, request.revision, quiet=output.quiet)
-    plan = make_plan(
-        checkpoint,
-        tp=request.tp,
-        ep=request.ep,
-        placement=request.placement,
+    name = f"{name_of(request.source)}-{target.name}-{request.sharing.label}-{gfx}"
+    return _Place(gfx, request.out or Path(name))
+
+
+def _plan(output: Output, request: Request, place: _Place) -> Plan:
+    from aiter_prep.plan import make_plan
+    from aiter_prep.storage.hub import open_source
+
+    return make_plan(
+        open_source(request.source, request.revision, quiet=output.quiet),
+        tp=request.sharing.tp,
+        ep=request.sharing.ep,
+        placement=request.sharing.placement,
         options=request.options,
         fuse_shared_experts=request.fuse_shared_experts,
         target=request.target,
-        gfx=gfx,
+        gfx=place.gfx,
         ranks=request.ranks,
         max_shard_bytes=request.max_shard_bytes,
         as_common=request.as_common,
         trust_tensors=request.trust_tensors,
     )
-    return plan, request.out or _default_out(plan)
 
 
 def _default_chip(output: Output, chips: tuple[str, ...]) -> str:
@@ -158,13 +161,6 @@ def _default_chip(output: Output, chips: tuple[str, ...]) -> str:
         return chips[0]
     output.note(f"converting for {local[0]}, the chip of this machine; --gfx chooses another")
     return local[0]
-
-
-def _default_out(plan: Plan) -> Path:
-    name = plan.checkpoint.name.rstrip("/").rpartition("/")[2]
-    parallel = plan.parallel
-    sharing = f"tp{parallel.tp}" if parallel.ep == 1 else f"ep{parallel.ep}"
-    return Path(f"{name}-{plan.target.name}-{sharing}-{plan.gfx}")
 
 
 def _lines(plan: Plan, out: Path, seconds: float) -> list[str]:

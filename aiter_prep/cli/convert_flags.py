@@ -9,6 +9,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from aiter_prep.cli.values import Sharing
+
 Source: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -163,9 +165,7 @@ class Request:
 
     source: str
     out: Path | None
-    tp: int
-    ep: int
-    placement: str
+    sharing: Sharing
     options: Mapping[str, str]
     fuse_shared_experts: bool
     gfx: str | None

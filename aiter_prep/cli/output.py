@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from aiter_prep.errors import AiterPrepError
 from aiter_prep.storage.jsontext import printable
@@ -141,15 +141,38 @@ class Output:
 
         line = Text(f"{label}: " if label else "", style=style)
         line.append(printable(text, MAX_LINE), style="not bold default")
-        try:
-            self._console().print(line, soft_wrap=True)
-        except BrokenPipeError:
-            _silence(sys.stderr.fileno())
+        self._console().print(line, soft_wrap=True)
 
     def _console(self) -> Console:
         from rich.console import Console
 
-        return Console(stderr=True, markup=False, highlight=False, emoji=False)
+        file = cast("TextIO", _Unheard(sys.stderr))
+        return Console(file=file, markup=False, highlight=False, emoji=False)
+
+
+class _Unheard:
+    """A stream that does not mind if nobody listens; rich would end the program."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, if anybody reads it."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            _silence(self._stream.fileno())
+            return len(text)
+
+    def flush(self) -> None:
+        """Bring the text out, if anybody reads it."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            _silence(self._stream.fileno())
 
 
 def _asks(argv: Sequence[str], flags: Sequence[str], variable: str) -> bool:

@@ -17,7 +17,7 @@ EXIT_CODE = 130
 
 
 @contextmanager
-def stopping(last_words: Callable[[], None]) -> Iterator[None]:
+def stopping(last_words: Callable[[], None], *, owns_process: bool) -> Iterator[None]:
     """Turn SIGINT and SIGTERM into a KeyboardInterrupt that cannot be sat out.
 
     What is being written is written so that a kill at any moment does no harm. So a download or a
@@ -25,7 +25,9 @@ def stopping(last_words: Callable[[], None]) -> Iterator[None]:
     second signal.
 
     Args:
-        last_words: Called before the program is left so.
+        last_words: Called before the program is left so, unless the context has ended.
+        owns_process: Whether the process ends with the context. If it was to stop, it does so in
+            time: Python waits for threads of libraries at its end, which may take long.
     """
     stopper = _Stopper(last_words)
     signals = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN]
@@ -35,9 +37,11 @@ def stopping(last_words: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        stopper.disarm()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        stopper.fall_silent()
+        if not (owns_process and stopper.was_called):
+            stopper.disarm()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class _Stopper:
@@ -47,6 +51,11 @@ class _Stopper:
         self._last_words = last_words
         self._timer: threading.Timer | None = None
 
+    @property
+    def was_called(self) -> bool:
+        """Whether the program was told to stop."""
+        return self._timer is not None
+
     def __call__(self, _number: int, _frame: FrameType | None) -> None:
         if self._timer is not None:
             self._leave()
@@ -54,6 +63,10 @@ class _Stopper:
         self._timer.daemon = True
         self._timer.start()
         raise KeyboardInterrupt
+
+    def fall_silent(self) -> None:
+        """Say nothing more: the program has said itself why it ends."""
+        self._last_words = _nothing
 
     def disarm(self) -> None:
         """Let the program end by itself."""
@@ -65,3 +78,7 @@ class _Stopper:
             self._last_words()
         finally:
             os._exit(EXIT_CODE)
+
+
+def _nothing() -> None:
+    pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import dataclass
 
 from aiter_prep.errors import InvalidUsage
 from aiter_prep.storage.jsontext import printable
@@ -54,11 +55,31 @@ def parse_ranks(text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(ranks))
 
 
-def check_parallel(tp: int | None, ep: int | None, source: str) -> None:
-    """Check that a number of ranks is given.
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How many ranks there are, and what each holds.
+
+    Attributes:
+        tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks.
+        placement: Which experts an expert-parallel rank holds.
+    """
+
+    tp: int
+    ep: int
+    placement: str
+
+    @property
+    def label(self) -> str:
+        """How it is called in the names of folders: `tp8`."""
+        return f"tp{self.tp}" if self.ep == 1 else f"ep{self.ep}"
+
+
+def read_sharing(tp: int | None, ep: int | None, placement: str, source: str) -> Sharing:
+    """Return how many ranks were asked for.
 
     Raises:
-        InvalidUsage: None is, or one that is no number of ranks.
+        InvalidUsage: None were, or it is no number of ranks.
     """
     if tp is None and ep is None:
         raise InvalidUsage(
@@ -68,16 +89,23 @@ def check_parallel(tp: int | None, ep: int | None, source: str) -> None:
     for flag, number in (("--tp", tp), ("--ep", ep)):
         if number is not None and number < 1:
             raise InvalidUsage(f"{flag} {number} is out of range: at least 1")
+    return Sharing(tp or 1, ep or 1, placement)
 
 
-def check_device(device: str, backend: str) -> None:
-    """Check that a backend can run on a device.
+def read_backend(backend: str, device: str) -> str:
+    """Return the backend, if it runs on a device.
 
     Raises:
-        InvalidUsage: It cannot.
+        InvalidUsage: It does not.
     """
     if device != "cpu":
         raise InvalidUsage(
             f"backend `{printable(backend)}` does not run on device `{printable(device)}`",
             "use --device cpu",
         )
+    return backend
+
+
+def given(**options: str | None) -> dict[str, str]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value is not None}

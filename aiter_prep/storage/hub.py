@@ -35,6 +35,16 @@ def is_hub_id(source: str) -> bool:
     return _HUB_ID.fullmatch(source) is not None and not Path(source).exists()
 
 
+def name_of(source: str) -> str:
+    """Return the last part of what a user calls a source, without looking at it."""
+    if is_hub_id(source):
+        return source.rpartition("/")[2]
+    try:
+        return Path(source).expanduser().resolve().name or "root"
+    except (OSError, RuntimeError):
+        return Path(source).name
+
+
 def open_source(source: str, revision: str | None = None, *, quiet: bool = False) -> Checkpoint:
     """Open a checkpoint by what a user calls it, downloading it where it is a Hub id.
 

@@ -31,6 +31,7 @@ from aiter_prep.execute import Progress
 from aiter_prep.inspection import inspect_path
 from support import fixture
 
+SOON = 4.0  # seconds; 2 are promised, but not of a machine that tests other things as well
 COMMANDS = ("convert", "verify", "inspect", "restore", "layouts", "env", "demo")
 
 
@@ -137,7 +138,12 @@ def test_public_functions_stay_functions_whatever_is_imported_first(first: str) 
     from aiter_prep.verify import Report
     assert aiter_prep.Report is Report
     for name in aiter_prep.__all__:
-        assert name == "__version__" or callable(getattr(aiter_prep, name)), name
+        try:
+            found = getattr(aiter_prep, name)
+        except ModuleNotFoundError as fault:  # `load` needs torch, which need not be there
+            assert fault.name == "torch", fault
+        else:
+            assert name == "__version__" or callable(found), name
     for name in ("execute", "restore", "verify"):
         assert type(getattr(aiter_prep, name)).__name__ == "function", name
     """
@@ -304,11 +310,13 @@ def test_a_dry_run_foretells_the_very_bytes(run: _Runner, model: Path) -> None:
 def test_a_dry_run_says_what_would_fail(
     run: _Runner, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run("convert", model, "--tp", "2")
     monkeypatch.setattr("aiter_prep.inspection.room.free_bytes", lambda _: 7)
     said = run("convert", model, "--tp", "2", "--dry-run")
     assert said.code == 0
-    assert "would fail: " in said.out
+    assert "would fail: `some model-aiter-tp2-gfx950` is a prepared folder already" in said.out
     assert "its disk has 7 free" in said.out
+    assert len(run("convert", model, "--tp", "2", "--dry-run", "--json").json["obstacles"]) == 2
 
 
 def test_a_dry_run_shows_warnings_and_what_is_left_out(run: _Runner, tmp_path: Path) -> None:
@@ -401,6 +409,10 @@ def test_a_full_output_is_refused_before_the_source_is_looked_for(
 ) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     assert run("convert", "some-org/some-model", tmp_path, "--tp", "1").code == 12
+    default = tmp_path / "some-model-aiter-tp1-gfx950"
+    default.mkdir()
+    (default / "mine.txt").write_text("keep")
+    assert run("convert", "some-org/some-model", "--tp", "1").code == 12
 
 
 def test_what_works_is_part_of_the_hint(run: _Runner, model: Path) -> None:
@@ -571,6 +583,24 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path: Path) -> None:
     assert (done.returncode, err) == (0, b"")
 
 
+def test_a_deaf_stderr_changes_no_exit_code(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = "import sys\nfrom aiter_prep.cli import main\nsys.exit(main())"
+    argv = [sys.executable, "-c", program, "inspect", "nowhere"]
+    done = subprocess.run(argv, cwd=tmp_path, stderr=writing, check=False, timeout=60)
+    os.close(writing)
+    assert done.returncode == 10
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_stream_changes_no_exit_code(tmp_path: Path, closed: str) -> None:
+    code = f"import os, sys; os.close({1 if closed == 'stdout' else 2}); sys.{closed} = None"
+    done = start(["inspect", "nowhere"], tmp_path, code=code)
+    done.communicate(timeout=60)
+    assert done.returncode == 10
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_a_result_that_cannot_be_written_is_a_failure(tmp_path: Path, more: list[str]) -> None:
@@ -656,7 +686,7 @@ def test_a_stopped_conversion_leaves_soon_and_can_go_on(
     began = time.monotonic()
     running.send_signal(number)
     out, err = running.communicate(timeout=60)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < SOON
     assert running.returncode == 130
     assert not out
     assert err == (
@@ -672,9 +702,9 @@ import time
 import aiter_prep.inspection
 
 def stubborn(path):
-    open("started", "w").close()
     while True:
         try:
+            open("started", "w").close()
             time.sleep(60)
         except KeyboardInterrupt:
             pass
@@ -693,12 +723,36 @@ def test_what_does_not_give_way_is_left(tmp_path: Path, signals: int, more: list
         running.send_signal(signal.SIGTERM)
         time.sleep(0.2)
     out, err = running.communicate(timeout=60)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < SOON
     assert running.returncode == 130
     if more:
         assert json.loads(out)["exit_code"] == 130
     else:
         assert err == b"error: stopped\n"
+
+
+LINGERING = """
+import threading
+import time
+import aiter_prep.inspection
+
+def lingering(path):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    open("started", "w").close()
+    time.sleep(60)
+
+aiter_prep.inspection.inspect_path = lingering
+"""
+
+
+def test_threads_that_linger_are_left(tmp_path: Path) -> None:
+    running = start(["inspect", "."], tmp_path, code=LINGERING)
+    wait_for((tmp_path / "started").exists)
+    began = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert time.monotonic() - began < SOON
+    assert (running.returncode, err) == (130, b"error: stopped\n")
 
 
 def test_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:

@@ -265,6 +265,14 @@ def test_a_folder_that_exists_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.M
     assert not hub.is_hub_id("org/name")
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("org/name", "name"), ("a/b/model/", "model"), ("/", "root"), ("~no-such-user-here/m", "m")],
+)
+def test_a_source_has_a_name_before_it_is_looked_at(source: str, name: str) -> None:
+    assert hub.name_of(source) == name
+
+
 def test_a_local_folder_has_no_revision() -> None:
     with pytest.raises(InvalidUsage, match="--revision means nothing"):
         hub.open_source(str(fixture("gpt_oss-mxfp4")), "main")
