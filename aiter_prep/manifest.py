@@ -64,7 +64,8 @@ class Pad:
     """Padding along one axis of an expert's matrix, or at the end of a folded tensor.
 
     Attributes:
-        axis: `rows`, `columns` (of an expert's matrix, in elements) or `stored_rows`.
+        axis: `rows`, `columns` and `layout_columns` (of an expert's matrix, in elements; the last
+            is what the layout itself adds), or `stored_rows` (of a folded tensor).
         start: Size without padding; JSON calls it `from`.
         stop: Size with it; JSON calls it `to`.
         fill: One element of it in hexadecimal digits, or the one byte that all consists of.

@@ -13,7 +13,7 @@ from aiter_prep.cli import convert_flags as flags
 from aiter_prep.cli import plan_words, words
 from aiter_prep.cli.convert_flags import Request
 from aiter_prep.cli.flags import Json, MaxShardSize, Quiet, Verbose, output_of
-from aiter_prep.cli.values import given, parse_ranks, parse_size, read_backend, read_sharing
+from aiter_prep.cli.values import given, parse_ranks, parse_size, read_sharing
 
 if TYPE_CHECKING:
     from aiter_prep.cli.output import Output
@@ -34,8 +34,9 @@ def convert(
     target: flags.Target = "aiter",
     revision: flags.Revision = None,
     max_shard_size: MaxShardSize = "5GB",
-    backend: flags.Backend = "cpu",
-    device: flags.Device = "cpu",
+    backend: flags.Backend = "auto",
+    device: flags.Device = None,
+    device_memory: flags.DeviceMemory = "2GB",
     workers: flags.Workers = None,
     ranks: flags.Ranks = None,
     dry_run: flags.DryRun = False,
@@ -64,7 +65,9 @@ def convert(
         target=target,
         revision=revision,
         max_shard_bytes=parse_size(max_shard_size),
-        backend=read_backend(backend, device),
+        backend=backend,
+        device=device,
+        device_memory=parse_size(device_memory),
         workers=workers,
         ranks=parse_ranks(ranks),
         resume=resume,
@@ -83,7 +86,8 @@ def _dry_run(output: Output, request: Request) -> None:
 
 
 def _convert(output: Output, request: Request) -> None:
-    from aiter_prep.execute import execute
+    from aiter_prep.backends.table import choose_backend
+    from aiter_prep.execute import execute, layouts_of
     from aiter_prep.inspection.room import check_room
 
     place = _place(output, request)
@@ -91,12 +95,20 @@ def _convert(output: Output, request: Request) -> None:
     plan = _plan(output, request, place)
     for warning in plan.warnings:
         output.warning(warning)
+    backend, reason = choose_backend(
+        request.backend,
+        request.device,
+        layouts=layouts_of(plan),
+        device_memory=request.device_memory,
+    )
+    if backend.name != "cpu" or output.verbose:
+        output.note(f"backend {backend.name} on {backend.device}: {reason}")
     start = time.perf_counter()
     with output.progress(f"converting for {plan.gfx}, {plan_words.sharing(plan)}") as progress:
         manifest = execute(
             plan,
             place.out,
-            backend=request.backend,
+            backend=backend,
             workers=request.workers,
             resume=request.resume,
             overwrite=request.overwrite,
@@ -120,11 +132,9 @@ class _Place:
 
 def _place(output: Output, request: Request) -> _Place:
     """Decide on the chip and the folder, and refuse what can be refused by now."""
-    from aiter_prep.backends.table import backend_named
     from aiter_prep.storage.hub import name_of
     from aiter_prep.targets.table import target_named
 
-    backend_named(request.backend)
     target = target_named(request.target)
     gfx = request.gfx or _default_chip(output, target.chips)
     target.check_chip(gfx)

@@ -90,7 +90,7 @@ Gfx: TypeAlias = Annotated[
     typer.Option(
         envvar="AITER_PREP_GFX",
         metavar="NAME",
-        help="The chip: gfx950 or gfx942. By default this machine's, or gfx950 without one.",
+        help="The chip, such as gfx942; by default this machine's, or gfx950 without one.",
     ),
 ]
 Target: TypeAlias = Annotated[
@@ -108,13 +108,27 @@ Revision: TypeAlias = Annotated[
 Backend: TypeAlias = Annotated[
     str,
     typer.Option(
-        envvar="AITER_PREP_BACKEND", metavar="NAME", help="What moves the bytes: cpu (numpy)."
+        envvar="AITER_PREP_BACKEND",
+        metavar="NAME",
+        help="What moves the bytes: cpu (numpy), torch, aiter (on ROCm), or auto: aiter where it "
+        "can run, else cpu. The bytes stay the same.",
     ),
 ]
 Device: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        envvar="AITER_PREP_DEVICE",
+        metavar="NAME",
+        help="The device that the backend uses, such as cuda:0 (ROCm's name for it, too).",
+    ),
+]
+DeviceMemory: TypeAlias = Annotated[
     str,
     typer.Option(
-        envvar="AITER_PREP_DEVICE", metavar="NAME", help="The device that the backend uses."
+        "--device-memory",
+        envvar="AITER_PREP_DEVICE_MEMORY",
+        metavar="SIZE",
+        help="Most of a GPU's memory that the backend takes.",
     ),
 ]
 Workers: TypeAlias = Annotated[
@@ -173,6 +187,8 @@ class Request:
     revision: str | None
     max_shard_bytes: int
     backend: str
+    device: str | None
+    device_memory: int
     workers: int | None
     ranks: tuple[int, ...] | None
     resume: bool

@@ -124,15 +124,16 @@ def _prepared_lines(found: PreparedInspection) -> Iterator[str]:
     facts = [
         ("model", f"{found.architecture} ({found.model_type})"),
         ("revision", revision) if revision else (),
-        ("target", f"{target.get('name')} on {target.get('gfx')}, tp {target.get('tp')}"),
+        ("target", f"{target['name']} on {target['gfx']}, {_sharing(target)}"),
         ("written by", " ".join(str(found.created_by.get(key)) for key in ("name", "version"))),
         ("size", words.size(found.total_bytes)),
         ("padding", f"{words.size(found.padding_bytes)}"),
         ("layouts", ", ".join(f"{name} ({n} tensors)" for name, n in found.layouts.items())),
     ]
     yield from words.columns([row for row in facts if row])
-    if len(ranks) != target.get("tp"):
-        yield f"  holds {len(ranks)} of {target.get('tp')} ranks"
+    count = target["tp"] * target["ep"]
+    if len(ranks) != count:
+        yield f"  holds {len(ranks)} of {count} ranks"
     yield "experts"
     for group in found.groups:
         layers = f", layers {group.layers}" if group.layers else ""
@@ -152,6 +153,12 @@ def _prepared_lines(found: PreparedInspection) -> Iterator[str]:
         yield f"changed values: {name}: {meaning}"
     for entry in found.skipped:
         yield f"left out: {entry.get('name')}: {entry.get('reason')}"
+
+
+def _sharing(target: Mapping[str, Any]) -> str:
+    if target["ep"] == 1:
+        return f"tp {target['tp']}"
+    return f"ep {target['ep']}, {target['placement']}"
 
 
 def _facts(facts: Mapping[str, Any]) -> str:

@@ -92,20 +92,6 @@ def read_sharing(tp: int | None, ep: int | None, placement: str, source: str) ->
     return Sharing(tp or 1, ep or 1, placement)
 
 
-def read_backend(backend: str, device: str) -> str:
-    """Return the backend, if it runs on a device.
-
-    Raises:
-        InvalidUsage: It does not.
-    """
-    if device != "cpu":
-        raise InvalidUsage(
-            f"backend `{printable(backend)}` does not run on device `{printable(device)}`",
-            "use --device cpu",
-        )
-    return backend
-
-
 def given(**options: str | None) -> dict[str, str]:
     """Return the options that were given."""
     return {name: value for name, value in options.items() if value is not None}

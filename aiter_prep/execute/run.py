@@ -120,6 +120,12 @@ def fingerprint_of(plan: Plan) -> str:
                     [h.file, h.file_bytes, h.mtime_ns, h.digest] for h in plan.checkpoint.headers
                 ],
                 "target": [plan.target.name, plan.gfx, list(plan.ranks), plan.options],
+                "options": [
+                    plan.max_shard_bytes,
+                    list(plan.as_common),
+                    plan.trust_tensors,
+                    plan.fuse_shared_experts,
+                ],
                 "parallel": [plan.parallel.tp, plan.parallel.ep, plan.parallel.placement],
             }
         )

@@ -83,8 +83,9 @@ def _scaled(name: str, factor: float) -> Callable[[ByteArray], ByteArray]:
 
     def scale(data: ByteArray) -> ByteArray:
         values = _READ[name](data)
-        with np.errstate(over="ignore"):
-            scaled = values * values.dtype.type(factor)
+        with np.errstate(over="ignore", invalid="ignore"):
+            # arithmetic would turn a signalling NaN into a quiet one
+            scaled = np.where(np.isnan(values), values, values * values.dtype.type(factor))
         if not np.array_equal(np.isfinite(values), np.isfinite(scaled)):
             raise NoRule(
                 "a scale is too large to be doubled, as e4m3fnuz asks for",
@@ -126,6 +127,8 @@ _WRITE = {"F32": _raw, "F16": _raw, "BF16": _f32_to_bf16}
 
 
 def _widen_f16(data: ByteArray) -> ByteArray:
+    if np.isnan(data.view("<f2")).any():
+        raise NoRule("an F16 scale or bias is NaN", "mend the checkpoint")
     return data.view("<f2").astype("<f4").view(np.uint8)
 
 

@@ -42,7 +42,8 @@ class Layout:
         column_pad: Every row is padded to a multiple of this many bytes.
         pad_byte: What this padding consists of.
         column_multiple: Bytes of a row, padding included, must be a multiple of this.
-        is_shuffled: Whether AITER's flag belongs on a tensor of this layout.
+        is_shuffled: Whether the bytes lie in another order than row after row. AITER's own flag
+            belongs on weights of such a layout, not on scales.
         aiter_call: The call of AITER that brings the same bytes.
 
     Law: `layout.invert(layout.apply(x)) == x`.

@@ -100,7 +100,6 @@ _LAYOUTS = (
         rows=(REST,),
         columns=(REST, 2, 2),  # pairs of groups, two bytes each
         order=(1, 0, 2, 3),
-        is_shuffled=False,
         aiter_call="shuffle_scale_for_int4(x.transpose(-1, -2))",
     ),
 )

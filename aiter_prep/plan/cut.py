@@ -54,8 +54,19 @@ class Parallel:
         return self.tp * self.ep
 
 
-def cut_block(block: ExpertBlock, path: WeightPath, parallel: Parallel) -> Cut:
+def cut_block(
+    block: ExpertBlock,
+    path: WeightPath,
+    parallel: Parallel,
+    modules: Sequence[tuple[ExpertBlock, WeightPath]] = (),
+) -> Cut:
     """Cut an experts module for some ranks.
+
+    Args:
+        block: The module.
+        path: What the target wants of it.
+        parallel: The ranks.
+        modules: All modules of the model, for the hint.
 
     Raises:
         NoRule: The sizes cannot be shared so; the hint lists the sizes that can.
@@ -65,7 +76,7 @@ def cut_block(block: ExpertBlock, path: WeightPath, parallel: Parallel) -> Cut:
     except NoRule as fault:
         raise NoRule(
             f"`{block.experts}` cannot be shared by {parallel.tp} ranks: {fault.message}",
-            fault.hint or _tp_hint(workable_tp([(block, path)])),
+            fault.hint or _tp_hint(workable_tp(modules or [(block, path)])),
         ) from None
     if parallel.ep == 1:
         return replace(cut, experts=(range(block.num_experts),) * parallel.tp)

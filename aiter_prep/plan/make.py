@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import InvalidUsage, NoRule
 from aiter_prep.families.classify import Classified, classify, contradictions
@@ -149,6 +149,7 @@ def make_plan(
     if fuse_shared_experts and ep > 1:
         raise InvalidUsage("--fuse-shared-experts and --ep exclude each other")
     classified = classify(checkpoint, as_common, fuse_shared=fuse_shared_experts)
+    _refuse_substitution(checkpoint)
     warnings = [
         *_contradiction_warnings(checkpoint, classified, trust_tensors=trust_tensors),
         *_leftover_warnings(checkpoint),
@@ -260,16 +261,34 @@ def _plan_blocks(
     parallel: Parallel,
     ranks: tuple[int, ...],
 ) -> Iterator[BlockPlan]:
-    for block in classified.blocks:
-        path = path_of(block, target, traits)
+    modules = [(block, path_of(block, target, traits)) for block in classified.blocks]
+    for block, path in modules:
         if target.even_experts and block.num_experts % parallel.ep:
             raise NoRule(
                 f"`{block.experts}`: {block.num_experts} experts cannot be shared equally by "
                 f"{parallel.ep} ranks, as target `{target.name}` wants",
                 "use an --ep that divides the number of experts",
             )
-        cut = cut_block(block, path, parallel)
+        cut = cut_block(block, path, parallel, modules)
         yield BlockPlan(block, path, cut, tuple(stacks_of(block, path, cut, ranks)))
+
+
+def _refuse_substitution(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose config lets some experts stand for others.
+
+    mirrors vllm/model_executor/layers/fused_moe/layer.py (0.33): such experts are dropped.
+
+    Raises:
+        NoRule: It does.
+    """
+    config: Any = checkpoint.config.get("compression_config")
+    for key in ("transform_config", "expert_substitution"):
+        config = config.get(key) if isinstance(config, dict) else None
+    if config:
+        raise NoRule(
+            "the config names an `expert_substitution`: some experts stand for others",
+            "convert a checkpoint that holds every expert",
+        )
 
 
 def _contradiction_warnings(

@@ -20,8 +20,6 @@ from aiter_prep.targets.model import Alignment, Refusal, Target, WeightPath, ali
 # aiter_moe_intermediate_alignment (0.33): AITER's bf16 kernels come in these sizes
 BF16_INTERMEDIATE = Alignment(((192, 64), (None, 128)))
 
-_E8M0_SCALE = e8m0_scale(E8M0, "float8_e8m0fnu")
-
 
 def _for_chip(chip: str) -> tuple[WeightPath, ...]:
     """Return the paths whose bytes depend on the chip's FP8 format."""
@@ -42,6 +40,33 @@ def _for_chip(chip: str) -> tuple[WeightPath, ...]:
     )
 
 
+def _mx(chip: str, note: str) -> tuple[WeightPath, ...]:
+    """Return the paths of MX weights."""
+    scale = e8m0_scale(E8M0, "float8_e8m0fnu")
+    when = {"chip": frozenset({chip})}
+    return (
+        WeightPath(
+            scheme="mxfp8",
+            forms={"weight": FP8_WEIGHT, "weight_scale": scale, "bias": BIAS},
+            when=when,
+            intermediate_multiple=32,
+            hidden_multiple=32,
+            note=note,
+        ),
+        WeightPath(
+            scheme="mxfp4",
+            forms={"weight": FP4_WEIGHT, "weight_scale": scale, "bias": BIAS},
+            when=when,
+            # fp4 stage 2 is silently wrong at other sizes: ROCm/aiter issue 5233
+            intermediate=align_to(256),
+            hidden=align_to(256),
+            intermediate_multiple=32,
+            hidden_multiple=32,
+            note=note,
+        ),
+    )
+
+
 TARGET = Target(
     name="aiter",
     aliases=(),
@@ -56,21 +81,8 @@ TARGET = Target(
         ),
         *_for_chip(GFX950),
         *_for_chip(GFX942),
-        WeightPath(
-            scheme="mxfp8",
-            forms={"weight": FP8_WEIGHT, "weight_scale": _E8M0_SCALE, "bias": BIAS},
-            intermediate_multiple=32,
-            hidden_multiple=32,
-        ),
-        WeightPath(
-            scheme="mxfp4",
-            # fp4 stage 2 is silently wrong at other sizes: ROCm/aiter issue 5233
-            intermediate=align_to(256),
-            hidden=align_to(256),
-            forms={"weight": FP4_WEIGHT, "weight_scale": _E8M0_SCALE, "bias": BIAS},
-            intermediate_multiple=32,
-            hidden_multiple=32,
-        ),
+        *_mx(GFX950, ""),
+        *_mx(GFX942, "gfx942 has no MX matrix instructions: engines emulate MXFP4 and MXFP8 there"),
     ),
     refusals=(
         Refusal(

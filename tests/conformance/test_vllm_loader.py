@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +12,18 @@ from typing import Any
 
 import pytest
 
+import aiter_prep
 from aiter_prep.execute import execute
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from conformance.engine_run import ENGINES, Environment
-from conformance.loader_site import product_site, run_engine
 from conformance.paths import PATHS, ConformancePath
 from support import fixture
 
 pytestmark = [pytest.mark.conformance, pytest.mark.slow]
 
 TP = 2
+ENTRY_POINT = "aiter_prep = aiter_prep.engines.vllm.plugin:register"
 DEEPSEEK_V3 = "deepseek_v3"
 
 NAMES = (
@@ -72,8 +75,31 @@ def prepare(path: ConformancePath, source: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder on the engine's path with the product, as installed."""
-    return product_site(tmp_path_factory.mktemp("site"))
+    """A folder on the engine's path with the product and its entry point, as installed."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "aiter_prep").symlink_to(Path(aiter_prep.__file__).parent)
+    return installed(folder, "aiter-prep", ENTRY_POINT)
+
+
+def installed(folder: Path, name: str, entry_point: str) -> Path:
+    """Writes what an installer would write of a plugin of vLLM."""
+    facts = folder / f"{name.replace('-', '_')}-0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (facts / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry_point}\n")
+    return folder
+
+
+def run_engine(
+    environment: Environment, sites: list[Path], words: list[object], **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a module in the engine's environment."""
+    seen = environment.variables(variables)
+    seen["PYTHONPATH"] = os.pathsep.join([seen["PYTHONPATH"], *map(str, sites)])
+    command = [environment.python, "-m", *words]
+    return subprocess.run(
+        list(map(str, command)), env=seen, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="session")
@@ -116,7 +142,8 @@ def loaded(
             where = Environment(environment.folder, version)
             words = ["conformance.loader_check", jobs, "--aiter", where.aiter]
             words += ["--gfx", path_of(name).gfx]
-            said = run_engine(where, [site], words, **path_of(name).environment)
+            done = run_engine(where, [site], words, **path_of(name).environment)
+            said = done.stdout + done.stderr
         file = results[version, name] / "result.json"
         assert file.exists(), said[-6000:]
         found: dict[str, Any] = json.loads(file.read_text())

@@ -26,7 +26,7 @@ CASES = [
     for target in TARGETS
     if target not in family.refused
 ]
-REFUSED = [(name, target) for name, family in FAMILIES.items() for target in family.refused]
+REFUSED = [(name, target) for name, family in FAMILIES.items() for target in sorted(family.refused)]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""Conformance tests: prepared folders against the bytes that the engine itself holds."""

@@ -1,0 +1,110 @@
+"""Prepared folders hold, byte for byte, what vLLM holds after loading the same checkpoint."""
+
+from __future__ import annotations
+
+import importlib.resources
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.checkpoint_values import RawTensor
+from conformance.compare import compare
+from conformance.dump_format import dump_path, read_dump
+from conformance.make_checkpoints import model_of
+from conformance.paths import PATHS, ConformancePath
+from conformance.recipes import RECIPES, Place
+
+pytestmark = [pytest.mark.conformance, pytest.mark.slow]
+
+Dump = Callable[[str, int], Path]
+
+TARGET = "vllm"
+NO_RULE = 11
+"""The exit code where no rule covers a family, dtype, layout, target or split."""
+
+CASES = [pytest.param(name, tp, id=f"{name}-tp{tp}") for name, p in PATHS.items() for tp in p.tps]
+ACCEPTED = [case for case in CASES if not PATHS[str(case.values[0])].refused]
+REFUSED = [name for name, path in PATHS.items() if path.refused]
+RECIPE_CASES = [case for case in CASES if case.values[0] in RECIPES]
+
+
+def target_exists() -> bool:
+    """Whether the product has a table for vLLM."""
+    targets = importlib.resources.files("aiter_prep.targets")
+    return any(entry.name.startswith(TARGET) for entry in targets.iterdir())
+
+
+def convert(path: ConformancePath, source: Path, out: Path, tp: int) -> tuple[int, str]:
+    """Prepares `source` as a user would; returns the exit code, and what was said."""
+    program = Path(sys.executable).with_name("aiter-prep")
+    command = [program, "convert", source, out, "--gfx", path.gfx, "--target", TARGET]
+    command += ["--ep" if path.expert_parallel else "--tp", tp, *path.convert]
+    done = subprocess.run(
+        [str(word) for word in command], check=False, capture_output=True, text=True
+    )
+    return done.returncode, done.stderr
+
+
+def source_path(module: str, tensors: dict[str, RawTensor]) -> str:
+    """The path of the experts in the source, for the engine's module."""
+    tail = module[module.index("layers.") :].removesuffix(".routed_experts")
+    name = next(name for name in tensors if f"{tail}." in name)
+    return name[: name.index(tail) + len(tail)]
+
+
+def projections(experts: str, tensors: dict[str, RawTensor]) -> tuple[str, str, str]:
+    """The names of gate, down and up below `experts`."""
+    llama = any(name.startswith(f"{experts}.0.gate_proj.") for name in tensors)
+    return ("gate_proj", "down_proj", "up_proj") if llama else ("w1", "w2", "w3")
+
+
+@pytest.mark.skipif(not target_exists(), reason=f"the product has no target `{TARGET}` yet")
+@pytest.mark.parametrize(("name", "tp"), ACCEPTED)
+def test_a_prepared_folder_holds_what_vllm_holds(
+    name: str, tp: int, dump: Dump, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = dump(name, tp)
+    out = tmp_path / "out"
+    code, said = convert(PATHS[name], checkpoint(name), out, tp)
+    assert code == 0, said
+    result = compare(out, [dump_path(folder, rank) for rank in range(tp)])
+    assert result.tensors, "nothing was compared"
+    assert not result.differences, str(result)
+
+
+@pytest.mark.skipif(not target_exists(), reason=f"the product has no target `{TARGET}` yet")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_rule_covers_is_refused(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = PATHS[name]
+    code, said = convert(path, checkpoint(name), tmp_path / "out", path.tps[0])
+    assert code == NO_RULE, said
+
+
+@pytest.mark.parametrize(("name", "tp"), CASES)
+def test_the_engine_takes_the_path_of_the_table(name: str, tp: int, dump: Dump) -> None:
+    for rank in range(tp):
+        modules = read_dump(dump_path(dump(name, tp), rank)).modules
+        assert {f"{m.method} {m.backend}" for m in modules.values()} == {PATHS[name].chosen}
+
+
+@pytest.mark.parametrize(("name", "tp"), RECIPE_CASES)
+def test_a_recipe_in_plain_numpy_gives_what_vllm_holds(name: str, tp: int, dump: Dump) -> None:
+    path = PATHS[name]
+    tensors, _ = model_of(name)
+    for rank in range(tp):
+        held = read_dump(dump_path(dump(name, tp), rank))
+        for module in held.modules:
+            experts = source_path(module, tensors)
+            names = projections(experts, tensors)
+            place = Place(tensors, experts, names, path.sizes, rank, tp)
+            for leaf, expected in RECIPES[name](place).items():
+                tensor = f"{module}.{leaf}"
+                mask = held.masks.get(tensor, np.zeros(1, dtype=np.uint8)).astype(bool)
+                wrong = (expected.reshape(-1) != held.data[tensor]) & ~mask
+                assert not wrong.any(), f"rank {rank}: `{tensor}`: {int(wrong.sum())} bytes differ"

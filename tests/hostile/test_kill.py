@@ -1,0 +1,279 @@
+"""A kill at any moment leaves no manifest or a complete folder, and `resume` ends in the same bytes.
+
+The runs are killed with SIGKILL before a chosen change of the file system (an open for writing, a
+write, fsync, rename, unlink, mkdir, truncation or lock), or in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import tiny
+from aiter_prep.errors import DataMismatch
+from aiter_prep.execute import execute
+from aiter_prep.restore import restore
+from aiter_prep.verify import verify
+from prepared import JOURNAL, LOCK, MANIFEST, contents, plan_of, prepare, problems_of, stamps
+
+SERVER = Path(__file__).with_name("kill_server.py")
+QUICK_POINTS = 20
+LONG_POINTS = 200
+TP = 2
+SHARD_BYTES = 10_000
+
+
+class Server:
+    """The program that runs conversions and kills them."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, source: Path, out: Path, kill_at: int, **more: Any) -> int:
+        """Run a conversion; return how many changes it made, or 0 if it was killed."""
+        request = {
+            "source": str(source),
+            "out": str(out),
+            "kill_at": kill_at,
+            "tp": TP,
+            "max_shard_bytes": SHARD_BYTES,
+            "torn": more.pop("torn", False),
+            "workers": more.pop("workers", 1),
+            "options": more,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        assert answer["exit_code"] == 0
+        assert answer["signal"] in {0, signal.SIGKILL}
+        count: int = answer["count"]
+        assert (count == 0) is (answer["signal"] == signal.SIGKILL)
+        return count
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The program, started once."""
+    server = Server()
+    yield server
+    server.close()
+
+
+class Scene(NamedTuple):
+    """A source, its stamps before anything was done, and what a run of it writes."""
+
+    source: Path
+    before: dict[str, tuple[int, int, str]]
+    fresh: dict[str, str]
+
+
+def scene_of(folder: Path, **model: Any) -> Scene:
+    source = tiny.write(folder / "source", **model)
+    (source / "tokenizer.json").write_text('{"tiny": true}', "utf-8")
+    before = stamps(source)
+    prepare(source, folder / "fresh", TP, max_shard_bytes=SHARD_BYTES)
+    return Scene(source, before, contents(folder / "fresh"))
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A small model over several shards; on gfx950 and gfx942 alike."""
+    folder = tmp_path_factory.mktemp("scene")
+    return scene_of(folder, kind="mxfp8", hidden=64, intermediate=64, spread="layers")
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """Another one, which lies in the folder before."""
+    folder = tmp_path_factory.mktemp("older")
+    return scene_of(folder, kind="bf16", hidden=64, intermediate=64)
+
+
+def spread_over(count: int, points: int) -> list[int]:
+    """Return points spread evenly over a run, the first and the last change among them."""
+    if points >= count:
+        return list(range(1, count + 1))
+    return sorted({1 + number * (count - 1) // (points - 1) for number in range(points)})
+
+
+def model_files(out: Path) -> dict[str, str]:
+    """Return the digests of a folder's files but for those of a run that is not at its end."""
+    return {name: digest for name, digest in contents(out).items() if name not in {JOURNAL, LOCK}}
+
+
+def check_after_kill(scene: Scene, out: Path) -> None:
+    """Check that a kill left no manifest, or a complete folder; and the source as it was."""
+    assert stamps(scene.source) == scene.before
+    if not out.exists():
+        return
+    if (out / MANIFEST).exists():
+        assert verify(out).is_clean
+        assert problems_of(out, scene.source) == ()
+        assert model_files(out) == scene.fresh
+        return
+    with pytest.raises(DataMismatch):
+        verify(out)
+    with pytest.raises(DataMismatch):
+        restore(out, out.parent / "back")
+    for path in out.glob("*.safetensors"):  # a final name is a whole file
+        assert contents(out)[path.name] == scene.fresh[path.name]
+
+
+def finish(scene: Scene, out: Path) -> None:
+    """Resume a killed run, and check that it ends in the same bytes."""
+    if (out / MANIFEST).exists() and not (out / JOURNAL).exists():
+        assert model_files(out) == scene.fresh  # it was at its end
+        return
+    execute(plan_of(scene.source, TP, max_shard_bytes=SHARD_BYTES), out, resume=True)
+    assert contents(out) == scene.fresh
+    assert problems_of(out, scene.source) == ()
+    assert stamps(scene.source) == scene.before
+
+
+def kill_and_resume(
+    server: Server, scene: Scene, folder: Path, points: int, **options: Any
+) -> None:
+    count = server.run(scene.source, folder / "whole", 0, **options)
+    assert contents(folder / "whole") == scene.fresh
+    for point in spread_over(count, points):
+        out = folder / f"out-{point}"
+        assert server.run(scene.source, out, point, **options) == 0
+        check_after_kill(scene, out)
+        finish(scene, out)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_killed_run_leaves_nothing_or_everything_and_resumes_to_the_same_bytes(
+    torn: bool, server: Server, scene: Scene, tmp_path: Path
+) -> None:
+    kill_and_resume(server, scene, tmp_path, QUICK_POINTS, torn=torn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4_gpt_oss"])
+def test_a_run_killed_at_two_hundred_points_resumes_to_the_same_bytes(
+    kind: str, torn: bool, server: Server, tmp_path: Path
+) -> None:
+    scene = scene_of(tmp_path / "scene", kind=kind, hidden=64, intermediate=64, layers=4)
+    kill_and_resume(server, scene, tmp_path, LONG_POINTS, torn=torn)
+
+
+@pytest.mark.slow
+def test_a_run_of_several_workers_killed_anywhere_resumes_to_the_same_bytes(
+    server: Server, scene: Scene, tmp_path: Path
+) -> None:
+    count = server.run(scene.source, tmp_path / "whole", 0, workers=4)
+    for point in range(1, count + 1):
+        out = tmp_path / f"out-{point}"
+        server.run(scene.source, out, point, workers=4)
+        check_after_kill(scene, out)
+        finish(scene, out)
+
+
+def test_every_moment_at_the_end_of_a_run_is_safe(
+    server: Server, scene: Scene, tmp_path: Path
+) -> None:
+    """From the last shard to the last unlink: here the folder becomes whole."""
+    count = server.run(scene.source, tmp_path / "whole", 0)
+    complete = []
+    for point in range(max(1, count - 20), count + 1):
+        out = tmp_path / f"out-{point}"
+        assert server.run(scene.source, out, point) == 0
+        check_after_kill(scene, out)
+        complete.append((out / MANIFEST).exists())
+        finish(scene, out)
+    assert complete == sorted(complete)
+    assert complete[0] is False
+    assert complete[-1] is True
+
+
+def test_a_run_may_be_killed_again_and_again(server: Server, scene: Scene, tmp_path: Path) -> None:
+    """Each resumed run is killed a little later; what is finished stays finished."""
+    out = tmp_path / "out"
+    finished = 0
+    for point in range(3, 400, 9):
+        done = server.run(scene.source, out, point, resume=True, torn=point % 2 == 0)
+        check_after_kill(scene, out)
+        held = len(list(out.glob("*.safetensors"))) if out.exists() else 0
+        assert held >= finished
+        finished = held
+        if done or ((out / MANIFEST).exists() and not (out / JOURNAL).exists()):
+            break
+    finish(scene, out)
+    assert model_files(out) == scene.fresh
+
+
+def kill_and_replace(
+    server: Server, older: Scene, scene: Scene, folder: Path, points: int
+) -> set[str]:
+    """Kill runs that replace a prepared folder; return what lay in its place afterwards."""
+    whole = folder / "whole"
+    prepare(older.source, whole / "out", TP, max_shard_bytes=SHARD_BYTES)
+    count = server.run(scene.source, whole / "out", 0, overwrite=True)
+    assert contents(whole / "out") == scene.fresh
+    seen: set[str] = set()
+    for point in spread_over(count, points):
+        out = folder / f"at-{point}" / "out"
+        prepare(older.source, out, TP, max_shard_bytes=SHARD_BYTES)
+        assert server.run(scene.source, out, point, overwrite=True) == 0
+        seen.add(state_of(out, older, scene))
+        server.run(scene.source, out, 0, overwrite=True)
+        assert contents(out) == scene.fresh
+        assert {path.name for path in out.parent.iterdir()} == {"out"}
+    assert stamps(scene.source) == scene.before
+    return seen
+
+
+def state_of(out: Path, older: Scene, scene: Scene) -> str:
+    """Return which folder lies there; it must be one of the two, and whole."""
+    held = model_files(out)
+    if held == older.fresh:
+        assert problems_of(out, older.source) == ()
+        return "old"
+    assert held == scene.fresh
+    assert problems_of(out, scene.source) == ()
+    return "new"
+
+
+def test_a_kill_while_replacing_leaves_the_old_folder_or_the_new_one(
+    server: Server, older: Scene, scene: Scene, tmp_path: Path
+) -> None:
+    assert "old" in kill_and_replace(server, older, scene, tmp_path, QUICK_POINTS)
+
+
+@pytest.mark.slow
+def test_a_kill_anywhere_while_replacing_leaves_the_old_folder_or_the_new_one(
+    server: Server, older: Scene, scene: Scene, tmp_path: Path
+) -> None:
+    seen = kill_and_replace(server, older, scene, tmp_path, LONG_POINTS)
+    assert seen == {"old", "new"}
+
+
+def test_a_lock_of_a_killed_run_does_not_block(
+    server: Server, scene: Scene, tmp_path: Path
+) -> None:
+    count = server.run(scene.source, tmp_path / "whole", 0)
+    assert server.run(scene.source, tmp_path / "out", count // 2) == 0
+    assert (tmp_path / "out" / LOCK).exists()
+    finish(scene, tmp_path / "out")
+    assert not (tmp_path / "out" / LOCK).exists()
