@@ -373,6 +373,7 @@ def test_the_probe_tells_which_layout_differs(install: Installer) -> None:
         found.probe.require()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("version", "commit"),
     [
@@ -385,6 +386,5 @@ def test_the_probe_tells_which_layout_differs(install: Installer) -> None:
 def test_the_commit_is_read_where_builds_write_it(
     install: Installer, version: str, commit: str | None
 ) -> None:
-    pytest.importorskip("torch")
     install.aiter({**GOOD, "_version.py": version})
     assert find_aiter().commit == commit
