@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from aiter_prep.layouts.permutation import Layout
     from aiter_prep.storage.buffers import ByteArray
 
-# A copy of less costs more in its launch than in the bus: put together on the host, then.
-LEAST_COPY_BYTES = 128 * 1024
+# Blocks of less are put together on the host first: a copy of each would take longer to launch.
+LEAST_COPY_BYTES = 1024 * 1024
 
 
 class DeviceBackend(ABC):
@@ -43,6 +44,9 @@ class DeviceBackend(ABC):
         self._device = device
         self._scratch = Scratch()
         self._cpu = CpuBackend()
+        # One thread at a time hands work to the GPU: else they would pass the interpreter's lock
+        # to each other at every call of torch, which takes longer than the calls.
+        self._turn = threading.Lock()
         self._lanes = (
             Lanes(torch, device, device_memory, self.lane_buffers, self.lane_temporaries)
             if device.type == "cuda"
@@ -97,7 +101,7 @@ class DeviceBackend(ABC):
 
     def _stream(self, lanes: Lanes, layout: Layout, whole: Slice) -> None:
         """Send slices through lanes in turn; a lane is waited for before it is used again."""
-        with lanes.lent() as lent:
+        with lanes.lent(whole.stored.nbytes) as lent:
             left = [*cut(layout, whole, lent[0].size)][::-1]
             turn = 0
             while left:
@@ -127,10 +131,12 @@ class DeviceBackend(ABC):
         if size > lane.size:  # a single tile, or a layout whose experts cannot be cut
             self._cpu.lay_out(layout, piece.parts, piece.stored)
             return
-        with self._torch.cuda.stream(lane.stream):
+        sources = _sources(lane, piece)
+        with self._turn, self._torch.cuda.stream(lane.stream):
             try:
                 matrix = lane.buffers[0][:size].view(piece.stored.shape)
-                self._up(lane, piece, matrix)
+                for source, row in sources:
+                    self._up(source, matrix[:, row : row + source.shape[1]])
                 room = [buffer[:size] for buffer in lane.buffers[1:]]
                 result = self.permute(layout, matrix, room).reshape(-1)
                 stored = self._torch.from_numpy(piece.stored.reshape(-1))
@@ -138,21 +144,22 @@ class DeviceBackend(ABC):
             finally:
                 lane.note()
 
-    def _up(self, lane: Lane, piece: Slice, matrix: Any) -> None:
-        """Copy a slice's matrices to the device."""
-        from_numpy = self._torch.from_numpy
-        if not _goes_up_as_it_is(piece):
-            staging = lane.staging[: piece.stored.nbytes].reshape(piece.stored.shape)
-            piece.assemble_into(staging)
-            matrix.copy_(from_numpy(staging), non_blocking=True)
+    def _up(self, source: ByteArray, target: Any) -> None:
+        """Copy the rows of some experts to the device."""
+        if source.flags.c_contiguous and target.is_contiguous():
+            target.copy_(self._torch.from_numpy(source), non_blocking=True)
             return
-        for part, row, _ in piece.parts:
-            target = matrix[:, row : row + part.shape[1]]
-            if _is_one_copy(piece, part):
-                target.copy_(from_numpy(part), non_blocking=True)
-                continue
-            for expert, source in enumerate(part):
-                target[expert].copy_(from_numpy(source), non_blocking=True)
+        for expert, rows in enumerate(source):
+            target[expert].copy_(self._torch.from_numpy(rows), non_blocking=True)
+
+
+def _sources(lane: Lane, piece: Slice) -> list[tuple[ByteArray, int]]:
+    """Return what goes up, and the row at which each begins: the parts, or all put together."""
+    if _goes_up_as_it_is(piece):
+        return [(part, row) for part, row, _ in piece.parts]
+    staging = lane.staging[: piece.stored.nbytes].reshape(piece.stored.shape)
+    piece.assemble_into(staging)
+    return [(staging, 0)]
 
 
 def _goes_up_as_it_is(piece: Slice) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aiter_prep.storage.buffers import ByteArray
 
 LANES_PER_CALL = 3  # one goes up, one is permuted, one comes down
-LANE_BYTES = 16 * 1024 * 1024
+LANE_BYTES = 32 * 1024 * 1024
 LEAST_LANE_BYTES = 1024 * 1024
 
 
@@ -90,8 +90,11 @@ class Lanes:
         self._changed = threading.Condition()
 
     @contextmanager
-    def lent(self) -> Iterator[list[Lane]]:
+    def lent(self, size: int) -> Iterator[list[Lane]]:
         """Lend as many lanes as one call needs, or fewer; waits until there is one.
+
+        Args:
+            size: Bytes that the call lays out.
 
         Raises:
             AiterPrepError: The GPU has no room for a single lane of the least size.
@@ -99,7 +102,8 @@ class Lanes:
         with self._changed:
             lanes: list[Lane] = []
             self._changed.wait_for(lambda: self._take_into(lanes))
-            while len(lanes) < LANES_PER_CALL and self._take_into(lanes):
+            most = min(LANES_PER_CALL, -(-size // lanes[0].size))
+            while len(lanes) < most and self._take_into(lanes):
                 pass
         try:
             yield lanes

@@ -32,7 +32,7 @@ class Backend(Protocol):
 
     @property
     def chunk_bytes(self) -> int:
-        """How many source bytes it likes to be given at once."""
+        """How many source bytes of one rank it likes to be given at once."""
 
     @property
     def provenance(self) -> Mapping[str, str | None]:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
     from aiter_prep.backends.table import Backend
     from aiter_prep.execute.sink import Sink
+    from aiter_prep.execute.writers import Writer
     from aiter_prep.plan.make import BlockPlan
     from aiter_prep.storage.header import TensorInfo
     from aiter_prep.storage.reader import FolderReader
     from aiter_prep.storage.scratch import Scratch
 
 CHUNK_BYTES = 8 * 1024 * 1024
+MOST_CHUNK_BYTES = 128 * 1024 * 1024  # for each worker, unless one expert is larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def run_block(context: Context, plan: BlockPlan, *, only_lossy: bool = False) ->
     writers = [writer for writer in writers if writer.steps]
     sources = {s.pattern: s for w in writers for s in (*w.stack.sources, *w.stack.scales)}
     expert_bytes = sum(source.rows * source.row_bytes for source in sources.values())
-    at_once = max(1, context.backend.chunk_bytes // max(1, expert_bytes))
+    at_once = _experts_at_once(context, writers, expert_bytes)
     for first in range(0, plan.block.num_experts if writers else 0, at_once):
         context.check()
         experts = range(first, min(first + at_once, plan.block.num_experts))
@@ -82,6 +84,13 @@ def run_block(context: Context, plan: BlockPlan, *, only_lossy: bool = False) ->
         context.advance(expert_bytes * len(experts))
     for writer in writers:
         writer.complete()
+
+
+def _experts_at_once(context: Context, writers: Sequence[Writer], expert_bytes: int) -> int:
+    """Return how many experts make up a chunk: more for many ranks, each of which has calls."""
+    shares = max((len(writer.steps) for writer in writers), default=1)
+    chunk_bytes = min(context.backend.chunk_bytes * shares, MOST_CHUNK_BYTES)
+    return max(1, chunk_bytes // max(1, expert_bytes))
 
 
 def copy_tensors(context: Context, tensors: Sequence[TensorInfo]) -> None:

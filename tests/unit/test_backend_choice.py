@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,18 @@ BROKEN_INSIDE = {**GOOD, "ops/shuffle.py": "import no_such_compiler\n"}
 
 
 @pytest.fixture(autouse=True)
-def no_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Starts without a package `aiter`, and without a ROCm GPU."""
+def no_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Starts and ends without a package `aiter`, and without a ROCm GPU."""
     monkeypatch.setattr(rocm, "_KFD_NODES", tmp_path / "no nodes")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
+    forget_aiter()
+    yield
+    forget_aiter()
+
+
+def forget_aiter() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -373,6 +380,7 @@ def test_the_probe_tells_which_layout_differs(install: Installer) -> None:
         found.probe.require()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("version", "commit"),
     [
@@ -385,6 +393,5 @@ def test_the_probe_tells_which_layout_differs(install: Installer) -> None:
 def test_the_commit_is_read_where_builds_write_it(
     install: Installer, version: str, commit: str | None
 ) -> None:
-    pytest.importorskip("torch")
     install.aiter({**GOOD, "_version.py": version})
     assert find_aiter().commit == commit

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from aiter_prep.backends import lanes
 from aiter_prep.backends.aiter_package import Aiter, functions_of
 from aiter_prep.backends.aiter_rocm import CALLS, AiterBackend
 from aiter_prep.backends.choices import DEFAULT_DEVICE_MEMORY
@@ -240,8 +241,8 @@ def test_a_gpu_brings_the_bytes_of_cpu(name: str, shape: str) -> None:
 @pytest.mark.parametrize("name", ["tile_16x16", "tile_16x16_interleaved_1", "e8m0"])
 def test_a_gpu_brings_the_bytes_of_cpu_for_more_than_its_lanes_hold(name: str) -> None:
     layout = LAYOUTS[name]
-    parts = [(random_bytes((4, 64 * layout.row_multiple(), 8192)), 0, 0)]
-    assert parts[0][0].nbytes > 32_000_000
+    parts = [(random_bytes((9, 64 * layout.row_multiple(), 16384)), 0, 0)]
+    assert parts[0][0].nbytes > 3 * lanes.LANE_BYTES
     stored = gpu().buffer(parts[0][0].nbytes).reshape(parts[0][0].shape)
     for _ in range(3):
         stored[...] = 0
