@@ -230,14 +230,12 @@ class _Task:
     def pieces(self, stack: Stack, rank: int) -> Iterator[Piece]:
         """Yield what a rank's matrices are made of."""
         part = self.cut.parts[rank]
-        if not part:
-            return
         if self.source_unit == PER_TENSOR:
             for number, source in enumerate(stack.sources):
                 yield Piece(number, range(source.rows), range(source.row_bytes), 0)
         elif self.group == W2:
             yield from self.down_pieces(stack.sources[0], part)
-        else:
+        elif part:
             yield from self.gate_up_pieces(stack, part)
 
     def gate_up_pieces(self, stack: Stack, part: range) -> Iterator[Piece]:
@@ -266,6 +264,8 @@ class _Task:
             return
         if not self.unit.columns:
             yield Piece(0, rows, range(source.row_bytes), 0)
+            return
+        if not part:
             return
         width = width_of(source.dtype)
         first, last = (_exact(e, self.unit.columns) * width for e in (part.start, part.stop))
