@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 W13, W2 = "w13", "w2"
 ROLES = (WEIGHT, SCALE, SCALE_2, BIAS, INPUT_SCALE)
+# rows of a block of scales on gfx1250
+BLOCK_ROWS = 32
 PER_TENSOR = Unit(0, 0)
 PER_ROW = Unit(1, 0)
 
@@ -279,6 +281,7 @@ def _shape(stack: Stack, experts: int) -> tuple[int, ...]:
         "matrices": (experts, stack.rows, columns),
         "folded": (round_up(experts * stack.rows, stack.layout.row_pad), columns),
         "flat": (experts * stack.rows * columns,),
+        "row_blocks": (experts, stack.rows // BLOCK_ROWS, columns * BLOCK_ROWS),
         "rows": (experts, stack.rows),
         "values": (experts,),
         "scalar": (),

@@ -146,6 +146,18 @@ SGLANG_PATHS: dict[str, EnginePath] = {
     "quark_mxfp4_ep": EnginePath(
         _known("kimi_k25-quark", intermediate=320), (2, 4), expert_parallel=True
     ),
+    "bf16_gfx1250": EnginePath(_known("mixtral"), gfx="gfx1250", flagged=False),
+    "fp8_block_gfx1250": EnginePath(_known("deepseek_v3"), gfx="gfx1250"),
+    "fp8_tensor_gfx1250": EnginePath(
+        _known("qwen3_moe-fp8-per-tensor"), gfx="gfx1250", flagged=False
+    ),
+    "quark_ptpc_gfx1250": EnginePath(_known("qwen3_moe-quark-ptpc"), gfx="gfx1250"),
+    "ct_channel_gfx1250": EnginePath(_known("glm4_moe-fp8"), gfx="gfx1250", flagged=False),
+    "deepseek_v4_gfx1250": EnginePath(_known("deepseek_v4"), gfx="gfx1250"),
+    "deepseek_v4_separated_gfx1250": EnginePath(
+        _known("deepseek_v4"), gfx="gfx1250", environment=_APART, options=_SEPARATED
+    ),
+    "quark_mxfp4_gfx1250": EnginePath(_known("kimi_k25-quark"), gfx="gfx1250"),
     "quark_mixed": EnginePath(_known("qwen3_moe-quark-mixed-other-way")),
 }
 
@@ -188,4 +200,22 @@ ATOM_PATHS: dict[str, EnginePath] = {
         _known("kimi_k25-quark"), environment=_ATOM_BY_16, options=_INTERLEAVED
     ),
     "quark_mxfp4_ep": EnginePath(_known("kimi_k25-quark"), (2,), expert_parallel=True),
+    "bf16_gfx1250": EnginePath(_known("mixtral"), gfx="gfx1250"),
+    "fp8_block_gfx1250": EnginePath(_known("deepseek_v3"), gfx="gfx1250"),
+    "quark_ptpc_gfx1250": EnginePath(_known("qwen3_moe-quark-ptpc"), gfx="gfx1250"),
+    "ct_channel_gfx1250": EnginePath(_known("glm4_moe-fp8"), gfx="gfx1250", flagged=False),
+    "ct_tensor_gfx1250": EnginePath(_CT_STATIC, gfx="gfx1250", flagged=False),
+    "mxfp8_gfx1250": EnginePath(_known("minimax_m3-mxfp8"), gfx="gfx1250"),
+    "deepseek_v4_gfx1250": EnginePath(_known("deepseek_v4"), gfx="gfx1250"),
+    "deepseek_v4_interleaved_gfx1250": EnginePath(
+        _known("deepseek_v4"), gfx="gfx1250", environment=_ATOM_BY_16, options=_INTERLEAVED
+    ),
+    "gpt_oss_gfx1250": EnginePath(_gpt_oss(intermediate=320), gfx="gfx1250"),
+    "quark_mxfp4_gfx1250": EnginePath(_known("kimi_k25-quark"), gfx="gfx1250"),
+    "quark_mxfp4_interleaved_gfx1250": EnginePath(
+        _known("kimi_k25-quark"),
+        gfx="gfx1250",
+        environment=_ATOM_BY_16,
+        options=_INTERLEAVED,
+    ),
 }

@@ -158,22 +158,51 @@ def static_per_tensor_quant(out: Any, value: Any, scale: Any) -> None:
     out.copy_(scaled.clamp(-largest, largest).to(out.dtype))
 
 
+def _gate_up_rows(rows: Any) -> Any:
+    """gfx1250: a row of gate, a row of up, a row of gate, ..."""
+    half = rows.shape[1] // 2
+    return torch.stack([rows[:, :half], rows[:, half:]], dim=2).flatten(1, 2).contiguous()
+
+
 def moe_shuffle_weight(
-    weight: Any, *, experts_cnt: int = 0, is_guinterleave: bool = False, gate_up: bool = False
+    weight: Any,
+    experts_cnt: int = 0,
+    is_guinterleave: bool = False,
+    gate_up: bool = False,
 ) -> Any:
-    """AITER's choice by chip, which on gfx942 and gfx950 is `shuffle_weight`."""
+    """AITER's choice by chip, aiter/ops/shuffle.py of 0.1.18 and later."""
     del experts_cnt
     shuffle = importlib.import_module("aiter.ops.shuffle")
-    return shuffle.shuffle_weight(weight, is_guinterleave=is_guinterleave, gate_up=gate_up)
+    if _gfx() != "gfx1250":
+        return shuffle.shuffle_weight(weight, is_guinterleave=is_guinterleave, gate_up=gate_up)
+    as_bytes = weight.view(torch.uint8) if weight.element_size() == 1 else weight
+    ordered = _gate_up_rows(as_bytes) if is_guinterleave and gate_up else as_bytes
+    shuffled = shuffle.shuffle_weight(ordered).view(weight.dtype)
+    shuffled.is_shuffled = True
+    return shuffled
 
 
 def moe_shuffle_scale(
-    scale: Any, experts_cnt: int = 0, *, is_guinterleave: bool = False, gate_up: bool = False
+    scale: Any,
+    experts_cnt: int = 0,
+    is_guinterleave: bool = False,
+    gate_up: bool = False,
 ) -> Any:
-    """AITER's choice by chip, which on gfx942 and gfx950 is `shuffle_scale`."""
+    """AITER's choice by chip, aiter/ops/shuffle.py of 0.1.18 and later."""
     shuffle = importlib.import_module("aiter.ops.shuffle")
     folded = scale.reshape(-1, scale.shape[-1])
-    return shuffle.shuffle_scale(folded, experts_cnt, is_guinterleave, gate_up)
+    if _gfx() != "gfx1250":
+        return shuffle.shuffle_scale(folded, experts_cnt, is_guinterleave, gate_up)
+    rows = folded.view(torch.uint8).view(experts_cnt, -1, scale.shape[-1])
+    rows = _gate_up_rows(rows) if is_guinterleave and gate_up else rows
+    count, height, width = rows.shape
+    blocks = rows.reshape(count, height // 32, 32, width // 4, 4).permute(0, 1, 3, 2, 4)
+    return blocks.reshape(count, height // 32, width * 32).contiguous()
+
+
+def _gfx() -> str:
+    found: str = importlib.import_module("aiter.jit.utils.chip_info").get_gfx()
+    return found
 
 
 def install(aiter_sources: Path, gfx: str, prefixes: tuple[str, ...] = ()) -> _Stubs:
