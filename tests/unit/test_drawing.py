@@ -63,7 +63,7 @@ def test_the_picture_has_a_rectangle_for_each_cell_and_cuts_nothing_off(name: st
 
 
 def test_layouts_show_draws_a_tile_as_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["layouts", "show", "tile_16x16"]) == 0
+    assert run(["layouts", "show", "tile_16x16"], owns_process=False) == 0
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert "row 16-31   512-767     768-1023\n" in said
@@ -72,7 +72,7 @@ def test_layouts_show_draws_a_tile_as_plain_text(capsys: pytest.CaptureFixture[s
 
 def test_layouts_show_writes_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "e8m0.svg"
-    assert run(["layouts", "show", "e8m0", "--svg", str(picture)]) == 0
+    assert run(["layouts", "show", "e8m0", "--svg", str(picture)], owns_process=False) == 0
     assert str(picture) in capsys.readouterr().err
     assert ET.fromstring(picture.read_text("utf-8")).tag == f"{SVG}svg"  # noqa: S314
 
@@ -80,12 +80,18 @@ def test_layouts_show_writes_a_picture(capsys: pytest.CaptureFixture[str], tmp_p
 def test_layouts_show_says_when_it_cannot_write(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert run(["layouts", "show", "e8m0", "--svg", str(tmp_path / "no" / "e8m0.svg")]) == 1
+    assert (
+        run(
+            ["layouts", "show", "e8m0", "--svg", str(tmp_path / "no" / "e8m0.svg")],
+            owns_process=False,
+        )
+        == 1
+    )
     assert "cannot write" in capsys.readouterr().err
 
 
 def test_layouts_show_has_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["layouts", "show", "tile_16x16", "--json"]) == 0
+    assert run(["layouts", "show", "tile_16x16", "--json"], owns_process=False) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "aiter-prep/layouts-show/1"
     assert document["cells"][1] == {"rows": [0, 16], "columns": [16, 32], "storage": [256, 512]}
@@ -94,12 +100,12 @@ def test_layouts_show_has_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_layouts_show_refuses_a_layout_that_is_not_known(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["layouts", "show", "tile_8x8"]) == 11
+    assert run(["layouts", "show", "tile_8x8"], owns_process=False) == 11
     assert "known layouts" in capsys.readouterr().err
 
 
 def test_layouts_lists_every_path_of_every_target(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["layouts", "--json"]) == 0
+    assert run(["layouts", "--json"], owns_process=False) == 0
     document = json.loads(capsys.readouterr().out)
     listed = {name: len(target["paths"]) for name, target in document["targets"].items()}
     assert listed == {name: len(target.paths) for name, target in TARGETS.items()}
