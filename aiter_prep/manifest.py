@@ -114,8 +114,8 @@ class TensorRecord:
         experts: Start, stop and step of the global ids, in the order in which they are stored.
         matrix: Rows, bytes per row, and bytes per row without the layout's own padding, of one
             expert's matrix before it is packed.
-        form: `matrices`, `folded` (experts folded into rows), `flat`, `rows`, `values`, `scalar`;
-            None for a common tensor.
+        form: `matrices`, `folded` (experts folded into rows), `flat`, `row_blocks` (32 rows in
+            one), `rows`, `values`, `scalar`; None for a common tensor.
         pads: Its padding.
         fill: One element of padding in hexadecimal digits, or the one byte that all consists of.
         lost: What the conversion lost, or None.

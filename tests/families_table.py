@@ -6,10 +6,8 @@ from typing import Any
 
 from tiny_families import GATED, NUMBERED, Experts, Family
 
-ALL = frozenset({"aiter", "vllm", "sglang", "atom"})
 
-
-def _model(kind: str, experts: str = "num_experts", count: int = 4, **more: Any) -> dict[str, Any]:
+def model(kind: str, experts: str = "num_experts", count: int = 4, **more: Any) -> dict[str, Any]:
     return {"model_type": kind, experts: count, **more}
 
 
@@ -40,9 +38,13 @@ def _quark_spec(dtype: str, qscheme: str, *, dynamic: bool = False, **more: Any)
 
 
 _MX: dict[str, Any] = {"group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
-_FP4 = {
+FP4_INPUTS = {
     "weight": _quark_spec("fp4", "per_group", **_MX),
     "input_tensors": _quark_spec("fp4", "per_group", dynamic=True, **_MX),
+}
+FP8_INPUTS = {
+    "weight": _quark_spec("fp4", "per_group", **_MX),
+    "input_tensors": _quark_spec("fp8_e4m3", "per_tensor"),
 }
 _PTPC = {
     "weight": _quark_spec("fp8_e4m3", "per_channel", ch_axis=0),
@@ -54,13 +56,17 @@ _PER_TENSOR = {
 }
 
 
-def _quark(everywhere: dict[str, Any], **layers: Any) -> dict[str, Any]:
+def quark(everywhere: dict[str, Any], **layers: Any) -> dict[str, Any]:
     return {
         "quant_method": "quark",
         "global_quant_config": everywhere,
         "layer_quant_config": layers.get("layers", {}),
         "exclude": layers.get("exclude", ["lm_head"]),
-        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+        "export": {
+            "pack_method": "reorder",
+            "weight_format": "real_quantized",
+            "kv_cache_group": [],
+        },
     }
 
 
@@ -81,8 +87,8 @@ def _float8(strategy: str, **more: Any) -> dict[str, Any]:
 
 
 _PER_TOKEN = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
-_CT_CHANNEL = _compressed("float-quantized", _float8("channel"), _PER_TOKEN)
-_CT_TENSOR = _compressed("float-quantized", _float8("tensor"), {**_PER_TOKEN, "strategy": "tensor"})
+CT_CHANNEL = _compressed("float-quantized", _float8("channel"), _PER_TOKEN)
+CT_TENSOR = _compressed("float-quantized", _float8("tensor"), {**_PER_TOKEN, "strategy": "tensor"})
 _CT_BLOCK = _compressed(
     "float-quantized",
     _float8("block", block_structure=[128, 128]),
@@ -136,7 +142,7 @@ FAMILIES: dict[str, Family] = {
     "llama4-ct-fp8": Family(
         _nested("llama4", "llama4_text", "num_local_experts"),
         (Experts("language_model.model.layers.1.feed_forward.experts", "fp8_channel_ct"),),
-        _CT_CHANNEL,
+        CT_CHANNEL,
         special="compressed-tensors",
     ),
     "qwen3_vl_moe": Family(
@@ -162,32 +168,32 @@ FAMILIES: dict[str, Family] = {
         ),
         _fp8(modules_to_not_convert=["lm_head", "mtp"]),
     ),
-    "qwen3_next": Family(_model("qwen3_next"), (_mlp("bf16"), _mlp("bf16", "mtp.layers.0"))),
+    "qwen3_next": Family(model("qwen3_next"), (_mlp("bf16"), _mlp("bf16", "mtp.layers.0"))),
     "qwen3_next-fp8": Family(
-        _model("qwen3_next"),
+        model("qwen3_next"),
         (_mlp("fp8_block_bf16"), _mlp("bf16", "mtp.layers.0")),
         _fp8(modules_to_not_convert=["lm_head", "mtp"]),
     ),
-    "qwen3_moe-fp8": Family(_model("qwen3_moe"), (_mlp("fp8_block_bf16"),), _fp8()),
+    "qwen3_moe-fp8": Family(model("qwen3_moe"), (_mlp("fp8_block_bf16"),), _fp8()),
     "glm4_moe": Family(
-        _model("glm4_moe", "n_routed_experts"),
+        model("glm4_moe", "n_routed_experts"),
         (_mlp("bf16"), _mlp("bf16", "model.layers.2")),
         common={"model.layers.2.eh_proj.weight": ("BF16", (256, 512))},
     ),
     "glm4_moe-fp8": Family(
-        _model("glm4_moe", "n_routed_experts"),
+        model("glm4_moe", "n_routed_experts"),
         (_mlp("fp8_channel_ct"),),
-        _CT_CHANNEL,
+        CT_CHANNEL,
         special="compressed-tensors",
     ),
     "glm_moe_dsa-fp8": Family(
-        _model("glm_moe_dsa", "n_routed_experts"),
+        model("glm_moe_dsa", "n_routed_experts"),
         (_mlp("fp8_block"), _mlp("fp8_block", "model.layers.2")),
         _fp8(scale_fmt="ue8m0"),
         common={"model.layers.2.self_attn.indexer.weights_proj.weight": ("BF16", (4, 256))},
     ),
     "kimi_k2": Family(
-        _model("kimi_k2", "n_routed_experts"),
+        model("kimi_k2", "n_routed_experts"),
         (_mlp("fp8_block"),),
         _fp8(),
         common={"model.layers.1.self_attn.rotary_emb.inv_freq": ("F32", (16,))},
@@ -207,9 +213,7 @@ FAMILIES: dict[str, Family] = {
         intermediate=768,
         special="kimi_k3",
     ),
-    "minimax_m2": Family(
-        _model("minimax_m2", "num_local_experts"), (_sparse("fp8_block"),), _fp8()
-    ),
+    "minimax_m2": Family(model("minimax_m2", "num_local_experts"), (_sparse("fp8_block"),), _fp8()),
     "minimax_m3": Family(
         _nested("minimax_m3_vl", "minimax_m3_vl_text", "num_local_experts"),
         (_sparse("bf16", "language_model.model.layers.1"),),
@@ -218,29 +222,34 @@ FAMILIES: dict[str, Family] = {
     "minimax_m3-mxfp8": Family(
         _nested("minimax_m3_vl", "minimax_m3_vl_text", "num_local_experts"),
         (_sparse("mxfp8_inv", "language_model.model.layers.1"),),
-        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]},
+        {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, 32],
+            "ignored_layers": ["lm_head"],
+        },
         options=_SGLANG_AITER,
     ),
-    "mixtral": Family(_model("mixtral", "num_local_experts"), (_sparse("bf16"),)),
+    "mixtral": Family(model("mixtral", "num_local_experts"), (_sparse("bf16"),)),
     "mixtral-llm-compressor": Family(
-        _model("mixtral", "num_local_experts"),
+        model("mixtral", "num_local_experts"),
         (Experts("model.layers.0.block_sparse_moe.experts", "fp8_tensor_ct", GATED),),
-        _CT_TENSOR,
+        CT_TENSOR,
         refused=frozenset({"sglang"}),
     ),
-    "phimoe": Family(_model("phimoe", "num_local_experts"), (_sparse("bf16"),)),
-    "deepseek_v2": Family(_model("deepseek_v2", "n_routed_experts"), (_mlp("bf16"),)),
+    "phimoe": Family(model("phimoe", "num_local_experts"), (_sparse("bf16"),)),
+    "deepseek_v2": Family(model("deepseek_v2", "n_routed_experts"), (_mlp("bf16"),)),
     "deepseek_v3": Family(
-        _model("deepseek_v3", "n_routed_experts"),
+        model("deepseek_v3", "n_routed_experts"),
         (_mlp("fp8_block"), _mlp("fp8_block", "model.layers.2")),
         _fp8(),
         common={"model.layers.2.shared_head.head.weight": ("BF16", (16, 256))},
     ),
     "deepseek_v32": Family(
-        _model("deepseek_v32", "n_routed_experts"), (_mlp("fp8_block"),), _fp8(scale_fmt="ue8m0")
+        model("deepseek_v32", "n_routed_experts"), (_mlp("fp8_block"),), _fp8(scale_fmt="ue8m0")
     ),
     "deepseek_v4": Family(
-        _model("deepseek_v4", "n_routed_experts", expert_dtype="fp4"),
+        model("deepseek_v4", "n_routed_experts", expert_dtype="fp4"),
         (
             Experts("layers.0.ffn.experts", "mxfp4_v4", NUMBERED),
             Experts("mtp.0.ffn.experts", "mxfp4_v4", NUMBERED),
@@ -250,7 +259,7 @@ FAMILIES: dict[str, Family] = {
         special="deepseek_v4",
     ),
     "deepseek_v4-fp8": Family(
-        _model("deepseek_v4", "n_routed_experts", expert_dtype="fp8"),
+        model("deepseek_v4", "n_routed_experts", expert_dtype="fp8"),
         (Experts("layers.0.ffn.experts", "fp8_block_v4", NUMBERED),),
         _fp8(),
     ),
@@ -266,71 +275,71 @@ FAMILIES: dict[str, Family] = {
     ),
     # AMD Quark
     "deepseek_v3-quark-mxfp4": Family(
-        _model("deepseek_v3", "n_routed_experts"),
+        model("deepseek_v3", "n_routed_experts"),
         (_mlp("mxfp4"), _mlp("bf16", "model.layers.2")),
-        _quark(_FP4, exclude=["lm_head", "re:model.layers.2.*", "*self_attn*"]),
+        quark(FP4_INPUTS, exclude=["lm_head", "re:model.layers.2.*", "*self_attn*"]),
         special="quark",
     ),
     "deepseek_v3-quark-mixed": Family(
-        _model("deepseek_v3", "n_routed_experts"),
+        model("deepseek_v3", "n_routed_experts"),
         (_mlp("mxfp4"), _mlp("fp8_channel_quark", "model.layers.2")),
-        _quark(_FP4, layers={"*self_attn*": _PTPC, "*layers.2.*": _PTPC}),
+        quark(FP4_INPUTS, layers={"*self_attn*": _PTPC, "*layers.2.*": _PTPC}),
         special="quark",
     ),
     "qwen3_moe-quark-mixed-other-way": Family(
-        _model("qwen3_moe"),
+        model("qwen3_moe"),
         (_mlp("fp8_channel_quark"), _mlp("mxfp4", "model.layers.2")),
-        _quark(_PTPC, layers={"*layers.2.mlp*": _FP4}),
+        quark(_PTPC, layers={"*layers.2.mlp*": FP4_INPUTS}),
         special="quark",
     ),
     "kimi_k25-quark": Family(
         _nested("kimi_k25", "kimi_k2", "n_routed_experts"),
         (_mlp("mxfp4", "language_model.model.layers.1"),),
-        _quark(_FP4, exclude=["*self_attn*"]),
+        quark(FP4_INPUTS, exclude=["*self_attn*"]),
         special="quark",
     ),
     "minimax_m3-quark": Family(
         _nested("minimax_m3_vl", "minimax_m3_vl_text", "num_local_experts"),
         (_sparse("mxfp4", "language_model.model.layers.1"),),
-        _quark(_FP4),
+        quark(FP4_INPUTS),
         special="quark",
     ),
     "glm_moe_dsa-quark": Family(
-        _model("glm_moe_dsa", "n_routed_experts"),
+        model("glm_moe_dsa", "n_routed_experts"),
         (_mlp("mxfp4"), _mlp("bf16", "model.layers.2")),
-        _quark(_FP4, exclude=["model.layers.2.mlp.experts.*.down_proj"]),
+        quark(FP4_INPUTS, exclude=["model.layers.2.mlp.experts.*.down_proj"]),
         special="quark",
     ),
     "qwen3_moe-quark-ptpc": Family(
-        _model("qwen3_moe"), (_mlp("fp8_channel_quark"),), _quark(_PTPC), special="quark"
+        model("qwen3_moe"), (_mlp("fp8_channel_quark"),), quark(_PTPC), special="quark"
     ),
     "mixtral-quark-fp8": Family(
-        _model("mixtral", "num_local_experts"),
+        model("mixtral", "num_local_experts"),
         (_sparse("fp8_tensor_static"),),
-        _quark(_PER_TENSOR),
+        quark(_PER_TENSOR),
         refused=frozenset({"sglang", "atom"}),
     ),
     # compressed-tensors
     "qwen3_moe-ct-block": Family(
-        _model("qwen3_moe"), (_mlp("fp8_block_ct"),), _CT_BLOCK, refused=frozenset({"sglang"})
+        model("qwen3_moe"), (_mlp("fp8_block_ct"),), _CT_BLOCK, refused=frozenset({"sglang"})
     ),
     "qwen3_moe-ct-mxfp4": Family(
-        _model("qwen3_moe"),
+        model("qwen3_moe"),
         (_mlp("mxfp4_packed"),),
         _CT_MXFP4,
         refused=frozenset({"vllm", "sglang", "atom"}),
     ),
     "qwen3_moe-ct-mxfp4-fp8": Family(
-        _model("qwen3_moe"),
+        model("qwen3_moe"),
         (_mlp("mxfp4_packed"),),
         _CT_MXFP4_FP8,
         refused=frozenset({"sglang", "atom"}),
     ),
     "qwen3_moe-ct-mxfp8": Family(
-        _model("qwen3_moe"), (_mlp("mxfp8"),), _CT_MXFP8, refused=frozenset({"sglang", "atom"})
+        model("qwen3_moe"), (_mlp("mxfp8"),), _CT_MXFP8, refused=frozenset({"sglang", "atom"})
     ),
     "qwen3_moe-ct-int4": Family(
-        _model("qwen3_moe"),
+        model("qwen3_moe"),
         (_mlp("int4"),),
         _CT_INT4,
         options=_FLYDSL,
@@ -338,7 +347,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # modelopt
     "qwen3_moe-modelopt-fp8": Family(
-        _model("qwen3_moe"),
+        model("qwen3_moe"),
         (_mlp("fp8_tensor_static"),),
         hf_quant_config={
             "producer": {"name": "modelopt"},
@@ -347,16 +356,16 @@ FAMILIES: dict[str, Family] = {
         refused=frozenset({"sglang", "atom"}),
     ),
     "qwen3_moe-modelopt-fp8-in-config": Family(
-        _model("qwen3_moe"),
+        model("qwen3_moe"),
         (_mlp("fp8_tensor_static"),),
         _MODELOPT,
         refused=frozenset({"sglang", "atom"}),
     ),
     "qwen3_moe-modelopt-mxfp8": Family(
-        _model("qwen3_moe"), (_mlp("mxfp8"),), _MODELOPT_MX, refused=frozenset({"sglang", "atom"})
+        model("qwen3_moe"), (_mlp("mxfp8"),), _MODELOPT_MX, refused=frozenset({"sglang", "atom"})
     ),
     "qwen3_moe-fp8-per-tensor": Family(
-        _model("qwen3_moe"),
+        model("qwen3_moe"),
         (_mlp("fp8_tensor"),),
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         refused=frozenset({"atom"}),

@@ -13,7 +13,6 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +51,8 @@ class Recipe:
     `intermediate` and `hidden` are what sizes are padded to; `stride` marks ranks that begin at
     multiples of the padded size. `scale` names the order of the scales of w13 and of w2: `rows`,
     `e8m0`, `e8m0_by_16` or `e8m0_unpadded`. `name` is what the scales are called, if not as in the
-    source, and `fill` is the byte of their padding.
+    source, and `fill` is the byte of their padding. On gfx1250, `n32k4` and `n32k4_by_1` are orders
+    of scales, too, and `by_1` is the order of rows.
     """
 
     intermediate: int = 1
@@ -60,6 +60,7 @@ class Recipe:
     small: tuple[int, int] = (0, 1)
     stride: bool = False
     by_16: bool = False
+    by_1: bool = False
     weight: tuple[str, str] = ("", "")
     scale: tuple[str, str] = ("rows", "rows")
     scale_dtype: tuple[str, str] = ("", "")
@@ -177,6 +178,23 @@ def rows_by_16(table: Bytes) -> Bytes:
     return table[:, order]
 
 
+def rows_by_1(table: Bytes) -> Bytes:
+    """Put the rows of `[E, 2I, ...]` in order: one of gate, one of up, one of gate, ..."""
+    half = table.shape[1] // 2
+    return table[:, [row for pair in zip(range(half), range(half, 2 * half)) for row in pair]]  # noqa: B905 - equal
+
+
+def n32k4(table: Bytes) -> Bytes:
+    """Put 32 rows of `[E, N, C]` in one: byte (r, c) at `c // 4 * 128 + r % 32 * 4 + c % 4`."""
+    experts, rows, columns = table.shape
+    out = np.empty((experts, rows // 32, columns * 32), np.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            at = column // 4 * 128 + row % 32 * 4 + column % 4
+            out[:, row // 32, at] = table[:, row, column]
+    return out
+
+
 def e8m0(table: Bytes, pad_byte: int, row_multiple: int) -> Bytes:
     """Fold experts into rows, pad them and the columns to 8, and shuffle."""
     folded = np.concatenate(list(table))
@@ -194,6 +212,8 @@ def laid_out_scale(table: Bytes, layout: str) -> Bytes:
         return table
     if layout == "e8m0":
         return e8m0(table, 0x00, 256)
+    if layout.startswith("n32k4"):
+        return n32k4(rows_by_1(table) if layout.endswith("_by_1") else table)
     return e8m0(rows_by_16(table) if layout == "e8m0_by_16" else table, 0x7F, 1)
 
 
@@ -327,9 +347,8 @@ def expected_experts(
         gate_up = [weights["gate"], weights["up"]]
         w13 = joined(gate_up, slice(low, high), slice(None), (padded, wide), 0)
         w2 = joined([weights["down"]], slice(None), cut, (tall, int(padded / per_byte)), 0)
-        out[rank, "w13_weight"] = stored(
-            tile_16x16(rows_by_16(w13) if how.by_16 else w13), *meaning
-        )
+        ordered = rows_by_16(w13) if how.by_16 else rows_by_1(w13) if how.by_1 else w13
+        out[rank, "w13_weight"] = stored(tile_16x16(ordered), *meaning)
         out[rank, "w2_weight"] = stored(tile_16x16(w2), *meaning)
         if scheme in ("block", "channel", "mxfp4", "mxfp8"):
             out |= rank_scales(block, how, scheme, rank, (low, high), (padded, tall), fnuz)
@@ -479,132 +498,10 @@ def expected(
 ) -> dict[tuple[int, str], Expected]:
     """Return every prepared expert tensor, keyed by (rank, output name).
 
-    `recipes` has one for each scheme, or for part of a module's path and a scheme, as
-    `mtp:mxfp4`.
+    `recipes` has one for each scheme.
     """
     out: dict[tuple[int, str], Expected] = {}
     for path, block in experts_of(folder).items():
         for (rank, name), tensor in expected_experts(block, recipes[block.scheme], tp, gfx).items():
             out[rank, f"{path}.{name}"] = tensor
     return out
-
-
-FAMILY_RECIPES: dict[str, dict[str, Recipe]] = {}
-
-
-def recipes_for(target: str, special: str = "", **changes: Any) -> dict[str, Recipe]:
-    """Return the recipes of a target, some of them for a special method such as `quark`."""
-    found = dict(_RECIPES[target])
-    found |= _SPECIAL.get((target, special), {})
-    return {name: Recipe(**{**vars(recipe), **changes}) for name, recipe in found.items()}
-
-
-_FP4 = ("U8", "float4_e2m1fn_x2")
-_F32 = ("F32", "float32")
-_A16W4 = Recipe(
-    intermediate=128,
-    hidden=128,
-    by_16=True,
-    weight=_FP4,
-    scale=("e8m0_by_16", "e8m0_unpadded"),
-    scale_dtype=BYTES,
-    shape="folded",
-)
-_MXFP8 = Recipe(by_16=True, scale=("e8m0_by_16", "e8m0"), scale_dtype=BYTES, shape="folded")
-_BF16 = Recipe(intermediate=128, small=(192, 64))
-_SEPARATED = Recipe(
-    intermediate=256,
-    hidden=256,
-    weight=_FP4,
-    scale=("e8m0", "e8m0"),
-    scale_dtype=E8M0,
-    shape="folded",
-)
-_RECIPES: dict[str, dict[str, Recipe]] = {
-    "aiter": {
-        "plain": _BF16,
-        "block": Recipe(),
-        "channel": Recipe(),
-        "tensor": Recipe(name="largest"),
-        "mxfp4": _SEPARATED,
-        "mxfp8": Recipe(scale=("e8m0", "e8m0"), scale_dtype=E8M0, shape="folded"),
-    },
-    "vllm": {
-        "plain": _BF16,
-        "block": Recipe(scale_dtype=_F32),
-        "channel": Recipe(scale_dtype=_F32),
-        "tensor": Recipe(),
-        "mxfp4": _A16W4,
-        "mxfp8": _MXFP8,
-        "int4": Recipe(),
-    },
-    "sglang": {
-        "plain": Recipe(),
-        "block": Recipe(intermediate=128, stride=True, scale_dtype=_F32, name="weight_scale_inv"),
-        "channel": Recipe(scale_dtype=_F32),
-        "tensor": Recipe(every_row=True),
-        "mxfp4": Recipe(
-            **{
-                **vars(_A16W4),
-                "hidden": 1,
-                "scale_dtype": E8M0,
-                "name": "weight_scale_inv",
-            }
-        ),
-        "mxfp8": Recipe(**{**vars(_MXFP8), "name": "weight_scale_inv"}),
-    },
-    "atom": {
-        "plain": Recipe(),
-        "block": Recipe(scale_dtype=_F32, name="weight_scale"),
-        "channel": Recipe(scale_dtype=_F32),
-        "tensor": Recipe(through_f16=False),
-        "mxfp4": Recipe(**{**vars(_SEPARATED), "scale_dtype": BYTES, "name": "weight_scale"}),
-        "mxfp8": Recipe(
-            intermediate=256,
-            by_16=True,
-            scale=("e8m0_by_16", "e8m0_unpadded"),
-            scale_dtype=E8M0,
-            shape="folded",
-            name="weight_scale",
-        ),
-    },
-}
-_K3_VLLM = Recipe(
-    intermediate=128,
-    hidden=128,
-    weight=_FP4,
-    scale=("e8m0_unpadded", "e8m0"),
-    scale_dtype=E8M0,
-    shape="folded",
-)
-_W4A4 = Recipe(
-    weight=_FP4, scale=("e8m0", "e8m0"), scale_dtype=BYTES, intermediate=128, hidden=256, fill=1
-)
-_SPECIAL: dict[tuple[str, str], dict[str, Recipe]] = {
-    ("vllm", "kimi_k3"): {"mxfp4": _K3_VLLM},
-    ("vllm", "quark"): {"mxfp4": _W4A4},
-    ("sglang", "kimi_k3"): {
-        "mxfp4": Recipe(**{**vars(_A16W4), "intermediate": 256, "hidden": 1, "weight": BYTES})
-    },
-    ("sglang", "quark"): {
-        "mxfp4": Recipe(
-            **{**vars(_W4A4), "intermediate": 256, "hidden": 1, "fill": 0, "weight": BYTES}
-        )
-    },
-    ("sglang", "compressed-tensors"): {
-        "channel": Recipe(intermediate=128, stride=True, scale_dtype=_F32)
-    },
-    ("atom", "kimi_k3"): {
-        "mxfp4": Recipe(
-            **{
-                **vars(_SEPARATED),
-                "intermediate": 128,
-                "hidden": 128,
-                "scale_dtype": BYTES,
-                "name": "weight_scale",
-            }
-        )
-    },
-    ("atom", "quark"): {"channel": Recipe(scale_dtype=_F32, shape="rows")},
-}
-_SPECIAL["atom", "deepseek_v4"] = _SPECIAL["atom", "kimi_k3"]

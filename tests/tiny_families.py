@@ -85,6 +85,9 @@ SCHEMES: dict[str, Scheme] = {
     "mxfp8_inv": Scheme(_FP8, ("weight_scale_inv", "U8", _groups)),
     "mxfp8": Scheme(_FP8, ("weight_scale", "U8", _groups)),
     "mxfp4": Scheme(("weight", "U8", 2), ("weight_scale", "U8", _groups)),
+    "mxfp4_static": Scheme(
+        ("weight", "U8", 2), ("weight_scale", "U8", _groups), static_inputs=True
+    ),
     "mxfp4_v4": Scheme(("weight", "I8", 2), ("scale", "F8_E8M0", _groups)),
     "mxfp4_packed": Scheme(("weight_packed", "U8", 2), ("weight_scale", "U8", _groups)),
     "int4": Scheme(
@@ -97,7 +100,8 @@ SCHEMES: dict[str, Scheme] = {
 class Experts:
     """One module of routed experts.
 
-    `fused` is `rows` or `columns` where one tensor holds all experts, the latter transposed.
+    `fused` is `rows` or `columns` where one tensor holds all experts, the latter transposed, or
+    `gpt_oss`; `gpt_oss_quark` has one gate_up tensor for each expert.
     """
 
     path: str
@@ -169,7 +173,10 @@ def write(folder: Path, name: str, family: Family) -> Path:
         tensors[common] = values.tensor(dtype, shape)
     folder.mkdir(parents=True)
     _save(folder / "model.safetensors", dict(sorted(tensors.items())))
-    config = dict(family.model)
+    config = json.loads(json.dumps(family.model))
+    text = config.get("text_config", config)
+    text["hidden_size"] = family.hidden
+    text["moe_intermediate_size"] = text["intermediate_size"] = family.intermediate
     if family.quantization is not None:
         holder = (
             config if "text_config" not in config or _outside(family) else config["text_config"]
@@ -188,6 +195,10 @@ def _outside(family: Family) -> bool:
 
 
 def _module(values: Values, module: Experts, hidden: int, inter: int) -> Tensors:
+    if module.fused == "gpt_oss":
+        return _gpt_oss(values, module, hidden, inter)
+    if module.fused == "gpt_oss_quark":
+        return _gpt_oss_quark(values, module, hidden, inter)
     shapes = dict(
         zip(module.names, ((inter, hidden), (inter, hidden), (hidden, inter)), strict=True)
     )
@@ -204,6 +215,27 @@ def _module(values: Values, module: Experts, hidden: int, inter: int) -> Tensors
         for name, shape in shapes.items():
             tensors |= _matrix(values, f"{module.path}.{expert}.{name}", module.scheme, shape)
     return tensors
+
+
+def _gpt_oss(values: Values, module: Experts, hidden: int, inter: int) -> Tensors:
+    count = module.experts
+    found: Tensors = {}
+    for name, rows, columns in (("gate_up_proj", 2 * inter, hidden), ("down_proj", hidden, inter)):
+        groups = (count, rows, columns // 32)
+        found[f"{module.path}.{name}_blocks"] = values.tensor("U8", (*groups, 16))
+        found[f"{module.path}.{name}_scales"] = values.scale("U8", groups)
+        found[f"{module.path}.{name}_bias"] = values.tensor("BF16", (count, rows))
+    return found
+
+
+def _gpt_oss_quark(values: Values, module: Experts, hidden: int, inter: int) -> Tensors:
+    found: Tensors = {}
+    for expert in range(module.experts):
+        for name, shape in (("gate_up_proj", (2 * inter, hidden)), ("down_proj", (hidden, inter))):
+            path = f"{module.path}.{expert}.{name}"
+            found |= _matrix(values, path, module.scheme, shape)
+            found[f"{path}.bias"] = values.tensor("BF16", shape[:1])
+    return found
 
 
 def _matrix(values: Values, name: str, scheme: str, shape: tuple[int, int]) -> Tensors:

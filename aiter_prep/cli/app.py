@@ -23,10 +23,12 @@ COMMANDS = (
     (verify.verify, exit_codes(3, 10, 11, code_0="nothing is wrong")),
     (inspect.inspect, exit_codes(3, 10, 11)),
     (restore.restore, exit_codes(3, 11, 12)),
-    (layouts.layouts, exit_codes()),
     (env.env, exit_codes()),
     (demo.demo, exit_codes(12)),
 )
+
+
+ORDER = ("convert", "verify", "inspect", "restore", "layouts", "env", "demo")
 
 
 def run(argv: Sequence[str], *, owns_process: bool) -> int:
@@ -86,9 +88,18 @@ def _say(output: Output, failure: faults.Failure) -> int:
     return failure.exit_code
 
 
+class _InOrder(typer.core.TyperGroup):
+    """Lists the commands in the order of their use."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Return their names."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
 def build() -> typer.Typer:
     """Return the application: every command with its flags."""
     app = typer.Typer(
+        cls=_InOrder,
         add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
@@ -97,6 +108,7 @@ def build() -> typer.Typer:
     app.callback(epilog=exit_codes(3, 10, 11, 12))(_root)
     for function, epilog in COMMANDS:
         app.command(epilog=epilog)(function)
+    app.add_typer(layouts.commands(), name="layouts")
     return app
 
 

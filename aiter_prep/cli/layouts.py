@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import Json, Quiet, Verbose, exit_codes, output_of
+from aiter_prep.errors import AiterPrepError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from aiter_prep.cli.output import Styled
+    from aiter_prep.layouts.drawing import Cell, Drawing
+
 SCHEMA = "aiter-prep/layouts/1"
+SHOW_SCHEMA = "aiter-prep/layouts-show/1"
+
+Name: TypeAlias = Annotated[str, typer.Argument(help="A layout, as the list calls it.")]
+Svg: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--svg", metavar="FILE", dir_okay=False, help="Also write the drawing as an SVG picture."
+    ),
+]
+
+
+def commands() -> typer.Typer:
+    """Return `layouts` with `layouts show` below it."""
+    app = typer.Typer(
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,
+    )
+    app.callback(invoke_without_command=True, epilog=exit_codes())(layouts)
+    app.command("show", epilog=exit_codes(11))(show)
+    return app
 
 
 def layouts(
@@ -22,10 +48,90 @@ def layouts(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """List the known layouts and targets."""
+    """List the known layouts and targets, or draw one layout."""
+    if context.invoked_subcommand is not None:
+        return
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
     output.lines(*_layout_lines(), *_target_lines())
     output.document(SCHEMA, _body())
+
+
+def show(
+    context: typer.Context,
+    name: Name,
+    *,
+    svg: Svg = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Draw where the bytes of a small matrix go in a layout.
+
+    Each cell holds the numbers of the bytes of storage that this part of the matrix becomes; the
+    later in storage, the darker.
+    """
+    from aiter_prep.layouts import drawing
+    from aiter_prep.layouts.table import layout_named
+
+    output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    layout = layout_named(name)
+    drawn = drawing.draw(layout)
+    if svg is not None:
+        _write(svg, drawing.svg(drawn))
+        output.note(f"the picture is in {svg}")
+    output.lines(
+        f"{name}: {drawn.rows} rows of {drawn.row_bytes} bytes",
+        f"AITER: {layout.aiter_call}",
+        "",
+    )
+    output.styled(_drawing_lines(drawn))
+    output.document(SHOW_SCHEMA, _drawing_body(drawn, layout.aiter_call))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as fault:
+        raise AiterPrepError(f"cannot write `{path}`: {fault.strerror}") from None
+
+
+def _drawing_lines(drawn: Drawing) -> Iterator[Styled]:
+    """Yield the lines of a drawing as pieces of text with their colours."""
+    from aiter_prep.layouts.drawing import span
+
+    head = [f"byte {span(cell.columns)}" for cell in drawn.cells[0]]
+    width = max(len(_bytes(cell)) for line in drawn.cells for cell in line)
+    width = max(width, *map(len, head)) + 2
+    left = max(len(drawn.row_label(line[0].rows)) for line in drawn.cells) + 2
+    yield [(" " * left, None), *((text.center(width), None) for text in head)]
+    for line in drawn.cells:
+        label = drawn.row_label(line[0].rows).rjust(left - 1)
+        cells = [(_bytes(cell).center(width), drawn.colour(cell)) for cell in line]
+        yield [(f"{label} ", None), *cells]
+
+
+def _bytes(cell: Cell) -> str:
+    from aiter_prep.layouts.drawing import span
+
+    return span(range(cell.start, cell.stop))
+
+
+def _drawing_body(drawn: Drawing, aiter_call: str) -> dict[str, Any]:
+    return {
+        "name": drawn.name,
+        "aiter_call": aiter_call,
+        "rows": drawn.rows,
+        "row_bytes": drawn.row_bytes,
+        "cells": [
+            {
+                "rows": [cell.rows.start, cell.rows.stop],
+                "columns": [cell.columns.start, cell.columns.stop],
+                "storage": [cell.start, cell.stop],
+            }
+            for line in drawn.cells
+            for cell in line
+        ],
+    }
 
 
 def _layout_lines() -> Iterator[str]:

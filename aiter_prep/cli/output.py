@@ -14,11 +14,16 @@ from aiter_prep.errors import AiterPrepError
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import TypeAlias
 
     from rich.console import Console
+    from rich.text import Text
 
     from aiter_prep.execute import Progress
+
+    # pieces of a line, each with the colour behind it
+    Styled: TypeAlias = Sequence[tuple[str, tuple[int, int, int] | None]]
 
 PROGRAM = "aiter-prep"
 MAX_LINE = 4000
@@ -51,6 +56,21 @@ class Output:
         """Print lines of the result; nothing where the result is JSON."""
         if not self.as_json:
             self._write("".join(f"{printable(line, MAX_LINE)}\n" for line in lines))
+
+    def styled(self, lines: Iterable[Styled]) -> None:
+        """Print lines of the result with colours behind the text, where a terminal shows them."""
+        if self.as_json or sys.stdout is None:
+            return
+        from rich.console import Console
+
+        text = io.StringIO()
+        console = Console(file=text, force_terminal=sys.stdout.isatty(), width=MAX_LINE)
+        if console.color_system is None or console.no_color:
+            self.lines(*("".join(piece for piece, _ in line).rstrip() for line in lines))
+            return
+        for line in lines:
+            console.print(_coloured(line), soft_wrap=True)
+        self._write(text.getvalue())
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
         """Print the result as one JSON object, `schema` first; nothing where it is for people."""
@@ -173,6 +193,25 @@ class _Unheard:
             self._stream.flush()
         except BrokenPipeError:
             _silence(self._stream.fileno())
+
+
+def _coloured(line: Styled) -> Text:
+    """Return a line as rich prints it."""
+    from rich.color import Color
+    from rich.style import Style
+    from rich.text import Text
+
+    from aiter_prep.layouts.drawing import is_light
+
+    text = Text()
+    for piece, colour in line:
+        if colour is None:
+            text.append(printable(piece, MAX_LINE))
+            continue
+        ink = Color.parse("black" if is_light(colour) else "white")
+        style = Style(color=ink, bgcolor=Color.from_rgb(*colour))
+        text.append(printable(piece, MAX_LINE), style)
+    return text
 
 
 def _asks(argv: Sequence[str], flags: Sequence[str], variable: str) -> bool:

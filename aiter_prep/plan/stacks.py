@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 W13, W2 = "w13", "w2"
 ROLES = (WEIGHT, SCALE, SCALE_2, BIAS, INPUT_SCALE)
+# rows of a block of scales on gfx1250
+BLOCK_ROWS = 32
 PER_TENSOR = Unit(0, 0)
 PER_ROW = Unit(1, 0)
 
@@ -230,14 +232,12 @@ class _Task:
     def pieces(self, stack: Stack, rank: int) -> Iterator[Piece]:
         """Yield what a rank's matrices are made of."""
         part = self.cut.parts[rank]
-        if not part:
-            return
         if self.source_unit == PER_TENSOR:
             for number, source in enumerate(stack.sources):
                 yield Piece(number, range(source.rows), range(source.row_bytes), 0)
         elif self.group == W2:
             yield from self.down_pieces(stack.sources[0], part)
-        else:
+        elif part:
             yield from self.gate_up_pieces(stack, part)
 
     def gate_up_pieces(self, stack: Stack, part: range) -> Iterator[Piece]:
@@ -267,6 +267,8 @@ class _Task:
         if not self.unit.columns:
             yield Piece(0, rows, range(source.row_bytes), 0)
             return
+        if not part:
+            return
         width = width_of(source.dtype)
         first, last = (_exact(e, self.unit.columns) * width for e in (part.start, part.stop))
         yield Piece(0, rows, range(first, last), 0)
@@ -279,6 +281,7 @@ def _shape(stack: Stack, experts: int) -> tuple[int, ...]:
         "matrices": (experts, stack.rows, columns),
         "folded": (round_up(experts * stack.rows, stack.layout.row_pad), columns),
         "flat": (experts * stack.rows * columns,),
+        "row_blocks": (experts, stack.rows // BLOCK_ROWS, columns * BLOCK_ROWS),
         "rows": (experts, stack.rows),
         "values": (experts,),
         "scalar": (),

@@ -11,14 +11,19 @@ from dataclasses import replace
 from aiter_prep.targets.forms import (
     BIAS,
     E8M0,
+    E8M0_32X4,
+    E8M0_32X4_INTERLEAVED,
     E8M0_DTYPE,
     E8M0_INTERLEAVED,
     FP4_WEIGHT,
     FP8_WEIGHT,
     GFX942,
     GFX950,
+    GFX1250,
     HALF_WEIGHT,
+    TILE,
     TILE_INTERLEAVED,
+    TILE_INTERLEAVED_1,
     e8m0_scale,
     fp8_forms,
     fp8_tensor_forms,
@@ -42,6 +47,7 @@ from aiter_prep.targets.traits import (
 # ATOM's loader calls every scale so: model_loader/weight_names.py
 _NAME = "weight_scale"
 _CT = "compressed-tensors"
+_GPT_OSS = frozenset({"gpt_oss", "gpt_oss_per_expert"})
 # model_engine/model_runner.py: the models whose experts are padded to 256, the default
 _PADDED_TO_256 = MINIMAX_M3 | {
     "deepseek_v3",
@@ -93,83 +99,105 @@ def _fp8(chip: str) -> tuple[WeightPath, ...]:
     )
 
 
+_INPUT_SCALE = fp8_tensor_forms(GFX950, among_parts="last")["input_scale"]
+_BY_16 = frozenset({"interleaved"})
+
+
 def _mx(weight: Form, layouts: tuple[str, str], scale: Form, **more: Form) -> dict[str, Form]:
     return {"weight": replace(weight, layouts=layouts), "weight_scale": scale, **more}
 
 
-def _both_orders(path: WeightPath, **more: Form) -> tuple[WeightPath, WeightPath]:
-    """Return a path for each order of the rows: ATOM_MOE_GU_ITLV is 0 by default."""
-    separated = _mx(FP4_WEIGHT, FP4_WEIGHT.layouts, e8m0_scale(E8M0, "uint8", name=_NAME), **more)
-    scale = e8m0_scale(E8M0_INTERLEAVED, "uint8", name=_NAME)
-    interleaved = _mx(FP4_WEIGHT, TILE_INTERLEAVED, scale, **more)
-    by_16 = {**path.when, "gate_up": frozenset({"interleaved"})}
+def _separated(chip: str, weight: Form, **more: Form) -> dict[str, Form]:
+    if chip == GFX1250:
+        scale = e8m0_scale(E8M0_32X4, "uint8", name=_NAME, shape="row_blocks")
+        return _mx(weight, TILE, scale, **more)
+    return _mx(weight, TILE, e8m0_scale(E8M0, "uint8", name=_NAME), **more)
+
+
+def _interleaved(chip: str, weight: Form, scale_dtype: str, **more: Form) -> dict[str, Form]:
+    if chip == GFX1250:
+        scale = e8m0_scale(E8M0_32X4_INTERLEAVED, "uint8", name=_NAME, shape="row_blocks")
+        return _mx(weight, TILE_INTERLEAVED_1, scale, **more)
+    scale = e8m0_scale(E8M0_INTERLEAVED, scale_dtype, name=_NAME)
+    return _mx(weight, TILE_INTERLEAVED, scale, **more)
+
+
+def _row_order(chip: str) -> str:
+    return "interleaved_1" if chip == GFX1250 else "interleaved_16"
+
+
+def _mxfp4(chip: str) -> tuple[WeightPath, ...]:
+    """Return the paths of Mxfp4MoEMethod, in both orders of rows: ATOM_MOE_GU_ITLV is 0."""
+    padded_to_128 = WeightPath(  # models/deepseek_v4.py and kimi_k3.py: pad_align=128
+        scheme="mxfp4",
+        forms=_separated(chip, FP4_WEIGHT, input_scale=_INPUT_SCALE),
+        when=when(
+            chip=chip,
+            family=PER_PROJECTION,
+            model=KIMI_K3 | {"deepseek_v4"},
+            method=frozenset({"fp8", "deepseek_v4_fp8", "mxfp4", "quark", _CT}),
+            gate_up=SEPARATED,
+        ),
+        intermediate=align_to(128),
+        hidden_multiple=128,
+    )
+    padded_to_256 = replace(
+        padded_to_128,
+        when={
+            **padded_to_128.when,
+            "model": _PADDED_TO_256,
+            "method": frozenset({"mxfp4", "quark"}),
+        },
+        intermediate=align_to(256),
+        # only gpt-oss' loader fills a part of a row that is padded
+        hidden_multiple=256,
+    )
+    gpt_oss = WeightPath(
+        scheme="mxfp4",
+        forms=_separated(chip, FP4_WEIGHT, bias=BIAS, input_scale=_INPUT_SCALE),
+        when=when(
+            chip=chip,
+            family=_GPT_OSS,
+            method=frozenset({"mxfp4", "quark"}),
+            gate_up=SEPARATED,
+        ),
+        intermediate=align_to(256),
+        hidden=align_to(256),
+        # not in blocks of 32, as other engines cut it
+        split="equal_parts",
+    )
+    # on gfx1250 the rows of a bias would be interleaved, too
+    orders = (padded_to_128, padded_to_256, *((gpt_oss,) if chip != GFX1250 else ()))
     return (
-        replace(path, forms=separated, when={**path.when, "gate_up": SEPARATED}),
-        replace(path, forms=interleaved, when=by_16, row_order="interleaved_16"),
+        padded_to_128,
+        padded_to_256,
+        gpt_oss,
+        *(
+            replace(
+                path,
+                forms={
+                    **path.forms,
+                    **_interleaved(chip, FP4_WEIGHT, "uint8"),
+                },
+                when={**path.when, "gate_up": _BY_16},
+                row_order=_row_order(chip),
+            )
+            for path in orders
+        ),
     )
 
 
-_INPUT_SCALE = fp8_tensor_forms(GFX950, among_parts="last")["input_scale"]
+def _mxfp8(chip: str) -> WeightPath:
+    """Return the path of Fp8MoEMethod with QuantType.per_1x32: always interleaved."""
+    return WeightPath(
+        scheme="mxfp8",
+        forms=_interleaved(chip, FP8_WEIGHT, E8M0_DTYPE),
+        when=when(chip=chip, method=frozenset({"mxfp8", "quark"}), gate_up=INTERLEAVED),
+        row_order=_row_order(chip),
+        intermediate=align_to(256),
+        hidden_multiple=128 if chip == GFX1250 else 64,
+    )
 
-_MXFP4 = (
-    *_both_orders(  # models/deepseek_v4.py and kimi_k3.py: pad_align=128
-        WeightPath(
-            scheme="mxfp4",
-            forms={},
-            when=when(
-                chip=GFX950,
-                family=PER_PROJECTION,
-                model=KIMI_K3 | {"deepseek_v4"},
-                method=frozenset({"fp8", "deepseek_v4_fp8", "mxfp4", "quark", _CT}),
-            ),
-            intermediate=align_to(128),
-            hidden_multiple=128,
-        ),
-        input_scale=_INPUT_SCALE,
-    ),
-    *_both_orders(
-        WeightPath(
-            scheme="mxfp4",
-            forms={},
-            when=when(
-                chip=GFX950,
-                family=PER_PROJECTION,
-                model=_PADDED_TO_256,
-                method=frozenset({"mxfp4", "quark"}),
-            ),
-            intermediate=align_to(256),
-            # only gpt-oss' loader fills a part of a row that is padded
-            hidden_multiple=256,
-        ),
-        input_scale=_INPUT_SCALE,
-    ),
-    *_both_orders(
-        WeightPath(
-            scheme="mxfp4",
-            forms={},
-            when=when(
-                chip=GFX950,
-                family=frozenset({"gpt_oss", "gpt_oss_per_expert"}),
-                method=frozenset({"mxfp4", "quark"}),
-            ),
-            intermediate=align_to(256),
-            hidden=align_to(256),
-            # not in blocks of 32, as other engines cut it
-            split="equal_parts",
-        ),
-        bias=BIAS,
-        input_scale=_INPUT_SCALE,
-    ),
-)
-
-_MXFP8 = WeightPath(  # Fp8MoEMethod, QuantType.per_1x32: always interleaved
-    scheme="mxfp8",
-    forms=_mx(FP8_WEIGHT, TILE_INTERLEAVED, e8m0_scale(E8M0_INTERLEAVED, E8M0_DTYPE, name=_NAME)),
-    when=when(chip=GFX950, method=frozenset({"mxfp8", "quark"}), gate_up=INTERLEAVED),
-    row_order="interleaved_16",
-    intermediate=align_to(256),
-    hidden_multiple=64,
-)
 
 _NO_METHOD = "ATOM does not recognise such experts from a config of this quantiser"
 _REFUSALS = (
@@ -177,6 +205,11 @@ _REFUSALS = (
         "mxfp4",
         "ATOM's mega backend keeps its experts apart from the model's parameters",
         when(moe_backend="mega"),
+    ),
+    Refusal(
+        "mxfp4",
+        "on gfx1250 ATOM interleaves the rows of biases, too, which is not in the table",
+        when(chip=GFX1250, family=_GPT_OSS, gate_up="interleaved"),
     ),
     Refusal("mxfp4", "on gfx942 ATOM rearranges MXFP4 experts for Triton", when(chip=GFX942)),
     Refusal("mxfp8", "gfx942 has no MX matrix instructions", when(chip=GFX942)),
@@ -214,13 +247,16 @@ TARGET = Target(
     aliases=("atom",),
     engine="atom",
     engine_version="ffdf3bb of 2026-08-22",
-    chips=(GFX950, GFX942),
+    chips=(GFX950, GFX942, GFX1250),
     paths=(
         WeightPath(scheme="bf16", forms={"weight": HALF_WEIGHT}),
         *_fp8(GFX950),
         *_fp8(GFX942),
-        *_MXFP4,
-        _MXFP8,
+        *_fp8(GFX1250),
+        *_mxfp4(GFX950),
+        *_mxfp4(GFX1250),
+        _mxfp8(GFX950),
+        _mxfp8(GFX1250),
     ),
     refusals=_REFUSALS,
     placements=("linear",),

@@ -14,10 +14,13 @@ GFX942, GFX950, GFX1250 = "gfx942", "gfx950", "gfx1250"
 
 TILE = ("tile_16x16", "tile_16x16")
 TILE_INTERLEAVED = ("tile_16x16_interleaved_16", "tile_16x16")
+TILE_INTERLEAVED_1 = ("tile_16x16_interleaved_1", "tile_16x16")
 PLAIN = ("row_major", "row_major")
 E8M0_DTYPE = "float8_e8m0fnu"
 E8M0 = ("e8m0", "e8m0")
 E8M0_INTERLEAVED = ("e8m0_interleaved_16", "e8m0_unpadded_rows")
+E8M0_32X4 = ("e8m0_32x4", "e8m0_32x4")
+E8M0_32X4_INTERLEAVED = ("e8m0_32x4_interleaved_1", "e8m0_32x4")
 
 _SAME_FLOATS = {
     "F32": ("F32", "float32", ""),

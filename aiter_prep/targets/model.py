@@ -60,7 +60,8 @@ class Form:
         dtypes: Source dtype to (stored safetensors dtype, runtime torch dtype, conversion or "").
         fill: One stored element of padding, or the one byte that all of it consists of.
         shape: `matrices` (one per expert), `folded` (experts folded into rows), `flat` (1-D),
-            `rows` (one vector per expert), `values` (one per expert), `scalar` (one for all).
+            `row_blocks` (32 rows in one), `rows` (one vector per expert), `values` (one per
+            expert), `scalar` (one for all).
         among_parts: What a scalar takes of gate and up before the largest of all experts: the
             `largest`, or the `last` of those that an engine loads.
         merges: Name of a merge for w13 and for w2, or "".
@@ -90,7 +91,8 @@ class WeightPath:
         when: Trait to the values that this path is for: `chip`, `family`, `method`, `model`,
             `activation`, `inputs`, and the options; a trait that is not named may be anything, an
             option that is not named must be left at its default.
-        row_order: Order of the rows of w13: `separated`, `interleaved_16`, `as_source`.
+        row_order: Order of the rows of w13: `separated`, `interleaved_16`, `interleaved_1`,
+            `as_source`.
         intermediate: Padding of the intermediate size per rank.
         hidden: Padding of the hidden size.
         intermediate_multiple: What the unpadded size per rank must be a multiple of.

@@ -12,24 +12,28 @@ from typing import TYPE_CHECKING
 from aiter_prep.targets.forms import (
     BIAS,
     E8M0,
+    E8M0_32X4,
+    E8M0_32X4_INTERLEAVED,
     E8M0_DTYPE,
     E8M0_INTERLEAVED,
     FP4_WEIGHT,
     FP8_WEIGHT,
     GFX942,
     GFX950,
+    GFX1250,
     HALF_WEIGHT,
     TILE_INTERLEAVED,
+    TILE_INTERLEAVED_1,
     as_uint8,
     e8m0_scale,
     fp8_forms,
     fp8_tensor_forms,
 )
-from aiter_prep.targets.model import DEFAULT, Form, Refusal, Target, WeightPath, align_to, when
+from aiter_prep.targets.model import DEFAULT, Form, Target, WeightPath, align_to, when
+from aiter_prep.targets.sglang_refusals import REFUSALS
 from aiter_prep.targets.traits import (
     AITER_BACKEND,
     INTERLEAVED,
-    KIMI_K3,
     MINIMAX_M3,
     PER_PROJECTION,
     SEPARATED,
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
 
 _SCALE_INV = "weight_scale_inv"
 _FP8_METHODS = frozenset({"fp8", "deepseek_v4_fp8"})
-_SWIGLU_OAI = MINIMAX_M3 | KIMI_K3 | {"gpt_oss"}
 _NOT_SITU = frozenset({"silu", "swigluoai", "swiglu", "gelu"})
 _K3_NOTE = (
     "AITER 0.1.20 and later read Kimi-K3's gate and up separated for bf16 activations, SGLang "
@@ -230,6 +233,60 @@ _MXFP4 = (
     ),
 )
 
+_V4_GFX1250 = {
+    "weight": replace(FP4_WEIGHT, layouts=TILE_INTERLEAVED_1),
+    "weight_scale": e8m0_scale(E8M0_32X4_INTERLEAVED, "uint8", shape="row_blocks", name=_SCALE_INV),
+}
+_MXFP4_GFX1250 = (
+    WeightPath(  # fp8.py, FP4 experts
+        scheme="mxfp4",
+        forms=_V4_GFX1250,
+        when=when(
+            chip=GFX1250,
+            method=_FP8_METHODS,
+            family=PER_PROJECTION,
+            gate_up=INTERLEAVED,
+            moe_backend=AITER_BACKEND,
+        ),
+        row_order="interleaved_1",
+        intermediate=align_to(128),
+        hidden_multiple=128,
+    ),
+    WeightPath(
+        scheme="mxfp4",
+        forms={
+            "weight": FP4_WEIGHT,
+            "weight_scale": e8m0_scale(E8M0_32X4, "uint8", shape="row_blocks", name=_SCALE_INV),
+        },
+        when=when(
+            chip=GFX1250,
+            method=_FP8_METHODS,
+            family=PER_PROJECTION,
+            gate_up="separated",
+            moe_backend=AITER_BACKEND,
+        ),
+        intermediate=align_to(128),
+        hidden_multiple=128,
+    ),
+    WeightPath(  # quark_w4a4_mxfp4_moe.py: always interleaved
+        scheme="mxfp4",
+        forms={
+            "weight": replace(_U8_WEIGHT, layouts=TILE_INTERLEAVED_1),
+            "weight_scale": e8m0_scale(E8M0_32X4_INTERLEAVED, "uint8", shape="row_blocks"),
+        },
+        when=when(
+            chip=GFX1250,
+            method="quark",
+            family=PER_PROJECTION,
+            inputs="fp4",
+            moe_backend=AITER_BACKEND,
+        ),
+        row_order="interleaved_1",
+        intermediate=align_to(256),
+        hidden_multiple=128,
+    ),
+)
+
 _MXFP8 = WeightPath(  # fp8.py, _process_mxfp8_moe_weights
     scheme="mxfp8",
     forms={
@@ -249,95 +306,12 @@ _MXFP8 = WeightPath(  # fp8.py, _process_mxfp8_moe_weights
 )
 
 
-def _refuse(
-    scheme: str, reason: str, *, otherwise: bool = False, **traits: str | frozenset[str]
-) -> Refusal:
-    return Refusal(scheme, reason, when(**traits), otherwise)
-
-
-_TRITON = "SGLang runs these experts with Triton, which reads them as they are"
-_REFUSALS = (
-    _refuse(
-        "bf16",
-        "SGLang runs experts with SwiGLU-OAI or SiTU, which AITER's bf16 kernels do not know, with "
-        "Triton",
-        chip=GFX950,
-        model=_SWIGLU_OAI,
-    ),
-    *(
-        _refuse(scheme, _TRITON, method=method)
-        for scheme, method in (
-            ("fp8_block", "compressed-tensors"),
-            ("fp8_tensor", frozenset({"compressed-tensors", "modelopt", "quark"})),
-            ("int4", "compressed-tensors"),
-        )
-    ),
-    _refuse(
-        "fp8_block", "SGLang knows Quark's FP8 per tensor and per channel only", method="quark"
-    ),
-    _refuse(
-        "mxfp8",
-        "gfx942 has no MX matrix instructions: SGLang quantises the experts again in blocks of "
-        "128 x 128, which loses precision",
-        chip=GFX942,
-    ),
-    _refuse(
-        "mxfp8",
-        "SGLang runs MXFP8 experts with Triton unless its --moe-runner-backend is aiter; then use "
-        "--moe-backend aiter",
-        chip=GFX950,
-        method=frozenset({"mxfp8", "modelopt"}),
-        moe_backend=frozenset({DEFAULT, "auto"}),
-    ),
-    _refuse("mxfp8", "SGLang knows no such experts of its own", method="quark"),
-    _refuse("mxfp8", "SGLang knows no such experts of its own", method="compressed-tensors"),
-    _refuse("mxfp4", "gfx942 has no MX matrix instructions", chip=GFX942),
-    _refuse(
-        "mxfp4",
-        "SGLang 0.5.23 de-interleaves rows of gate and up which are not interleaved, which looks "
-        "like a bug of the engine",
-        otherwise=True,
-        method="mxfp4",
-        family=PER_PROJECTION,
-    ),
-    _refuse(
-        "mxfp4",
-        "SGLang has no kernel of AITER's for compressed-tensors MXFP4, but for Kimi-K3",
-        otherwise=True,
-        method="compressed-tensors",
-    ),
-    _refuse(
-        "mxfp4",
-        "SGLang adds biases that the checkpoint has not, and computes with gpt-oss's activation",
-        method="quark",
-        inputs="fp8_static",
-        family=PER_PROJECTION,
-    ),
-    _refuse(
-        "mxfp4",
-        "SGLang's loader of gpt-oss finds no place for the biases",
-        method="quark",
-        inputs="fp4",
-        family="gpt_oss_per_expert",
-    ),
-    _refuse(
-        "mxfp4",
-        "of Quark's MXFP4, SGLang knows FP4 and static FP8 activations only",
-        otherwise=True,
-        method="quark",
-    ),
-    _refuse(
-        "int4_fp8",
-        "SGLang makes such experts from bf16 ones while it loads, or from names of its own",
-    ),
-)
-
 TARGET = Target(
     name="sglang@0.5.23",
     aliases=("sglang",),
     engine="sglang",
     engine_version="0.5.23",
-    chips=(GFX950, GFX942),
+    chips=(GFX950, GFX942, GFX1250),
     paths=(
         WeightPath(  # unquant.py
             scheme="bf16",
@@ -348,10 +322,12 @@ TARGET = Target(
         ),
         *_fp8(GFX950),
         *_fp8(GFX942),
+        *_fp8(GFX1250),
         *_MXFP4,
+        *_MXFP4_GFX1250,
         _MXFP8,
     ),
-    refusals=_REFUSALS,
+    refusals=REFUSALS,
     placements=("linear",),
     even_experts=True,
 )

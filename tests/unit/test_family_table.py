@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import oracle_engines
+import oracle_recipes
 import tiny_families
 from aiter_prep.errors import NoRule
 from aiter_prep.execute import execute
@@ -35,7 +36,13 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
 
 
-def check(folder: Path, name: str, target: str, gfx: str) -> None:
+def check(
+    folder: Path,
+    name: str,
+    target: str,
+    gfx: str,
+    recipes: dict[str, oracle_engines.Recipe] | None = None,
+) -> None:
     """Convert, compare with the oracle, verify against the source, restore."""
     family = FAMILIES[name]
     source = tiny_families.write(folder / "source", name, family)
@@ -43,8 +50,8 @@ def check(folder: Path, name: str, target: str, gfx: str) -> None:
     options = family.options.get(target, {})
     plan = make_plan(checkpoint, tp=TP, target=target, gfx=gfx, options=options)
     manifest = execute(plan, folder / "out")
-    recipes = oracle_engines.recipes_for(target, family.special)
-    wanted = oracle_engines.expected(source, recipes, TP, gfx)
+    known = recipes or oracle_recipes.recipes_for(target, family.special)
+    wanted = oracle_engines.expected(source, known, TP, gfx)
     records = {(r.rank, r.name): r for r in manifest.tensors if r.rank is not None}
     assert records.keys() == wanted.keys()
     held: dict[tuple[int, str], Source] = {}
@@ -83,6 +90,13 @@ def test_each_family_becomes_what_the_oracle_says_on_gfx942(
     name: str, target: str, tmp_path: Path
 ) -> None:
     check(tmp_path, name, target, "gfx942")
+
+
+@pytest.mark.parametrize(("target", "name"), sorted(oracle_recipes.GFX1250_RECIPES))
+def test_fp4_and_fp8_experts_become_what_the_oracle_says_on_gfx1250(
+    target: str, name: str, tmp_path: Path
+) -> None:
+    check(tmp_path, name, target, "gfx1250", oracle_recipes.GFX1250_RECIPES[target, name])
 
 
 @pytest.mark.parametrize(("name", "target"), REFUSED)
