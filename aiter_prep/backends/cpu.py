@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiter_prep.storage.scratch import Scratch
+from aiter_prep.storage.scratch import Scratch, plain_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiter_prep.backends.table import PlacedPart
     from aiter_prep.layouts.permutation import Layout
@@ -21,10 +21,19 @@ class CpuBackend:
 
     name = NAME
     device = "cpu"
-    aiter_version: str | None = None
+    chunk_bytes = 8 * 1024 * 1024
 
     def __init__(self) -> None:
         self._scratch = Scratch()
+
+    @property
+    def provenance(self) -> Mapping[str, str | None]:
+        """No AITER had a hand in it."""
+        return {"aiter_version": None}
+
+    def buffer(self, size: int) -> ByteArray:
+        """Return plain memory."""
+        return plain_memory(size)
 
     def lay_out(self, layout: Layout, parts: Sequence[PlacedPart], stored: ByteArray) -> None:
         """Place parts of many experts' matrices.

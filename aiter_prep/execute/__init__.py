@@ -1,5 +1,5 @@
 """Carries out a plan; the only writer."""
 
-from aiter_prep.execute.run import Progress, default_workers, execute
+from aiter_prep.execute.run import Progress, default_workers, execute, layouts_of
 
-__all__ = ["Progress", "default_workers", "execute"]
+__all__ = ["Progress", "default_workers", "execute", "layouts_of"]

@@ -72,7 +72,7 @@ def run_block(context: Context, plan: BlockPlan, *, only_lossy: bool = False) ->
     writers = [writer for writer in writers if writer.steps]
     sources = {s.pattern: s for w in writers for s in (*w.stack.sources, *w.stack.scales)}
     expert_bytes = sum(source.rows * source.row_bytes for source in sources.values())
-    at_once = max(1, CHUNK_BYTES // max(1, expert_bytes))
+    at_once = max(1, context.backend.chunk_bytes // max(1, expert_bytes))
     for first in range(0, plan.block.num_experts if writers else 0, at_once):
         context.check()
         experts = range(first, min(first + at_once, plan.block.num_experts))

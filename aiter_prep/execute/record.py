@@ -56,7 +56,7 @@ def manifest_of(
             "version": _version.__version__,
             "backend": backend.name,
             "device": backend.device,
-            "aiter_version": backend.aiter_version,
+            **backend.provenance,
         },
         source=_source(plan),
         target=_target(plan),

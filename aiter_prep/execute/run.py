@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiter_prep._version import __version__
-from aiter_prep.backends.table import Backend, backend_named
+from aiter_prep.backends.table import Backend, choose_backend
 from aiter_prep.errors import AiterPrepError, BadSource, Interrupted, InvalidUsage
 from aiter_prep.execute.jobs import Context, copy_tensors, run_block
 from aiter_prep.execute.record import manifest_of, wrapped_config
@@ -59,7 +59,7 @@ def execute(
     plan: Plan,
     out: str | Path,
     *,
-    backend: str = "cpu",
+    backend: Backend | str = "auto",
     workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -74,7 +74,7 @@ def execute(
     Args:
         plan: From `make_plan`.
         out: The folder to write.
-        backend: What moves the bytes.
+        backend: What moves the bytes: a name, or what `choose_backend` returned.
         workers: Threads; one per usable core by default.
         resume: Go on with an unfinished run.
         overwrite: Replace a prepared or unfinished folder.
@@ -90,16 +90,22 @@ def execute(
     threads = default_workers() if workers is None else workers
     if not 1 <= threads <= MAX_WORKERS:
         raise InvalidUsage(f"--workers {threads} is out of range: 1 to {MAX_WORKERS}")
-    mover = backend_named(backend)
+    if isinstance(backend, str):
+        backend, _ = choose_backend(backend, layouts=layouts_of(plan))
     out = Path(out)
     _refuse_overlap(plan.checkpoint.folder, out)
     try:
-        return _execute(plan, out, mover, threads, progress, resume=resume, overwrite=overwrite)
+        return _execute(plan, out, backend, threads, progress, resume=resume, overwrite=overwrite)
     except OSError as fault:
         raise AiterPrepError(
             f"cannot write `{printable(str(out))}`: {fault.strerror}",
             "finished shards stay: mend the cause and go on with --resume",
         ) from fault
+
+
+def layouts_of(plan: Plan) -> tuple[str, ...]:
+    """Return the names of all layouts that a plan asks for."""
+    return tuple(sorted({s.layout.name for block in plan.blocks for s in block.stacks}))
 
 
 def fingerprint_of(plan: Plan) -> str:
@@ -166,7 +172,9 @@ def _run_jobs(plan: Plan, run: _Run) -> None:
     """Run every job; the first failure or a Ctrl-C ends the others at their next chunk."""
     counter = _Counter()
     stop = threading.Event()
-    context = Context(run.reader, run.shards, Scratch(), run.backend, stop, counter.add)
+    context = Context(
+        run.reader, run.shards, Scratch(run.backend.buffer), run.backend, stop, counter.add
+    )
     jobs, total = _jobs(plan, context)
     pool = ThreadPoolExecutor(run.workers, thread_name_prefix="aiter-prep")
     futures = [pool.submit(job) for job in jobs]
@@ -284,4 +292,4 @@ def _refuse_overlap(source: Path, out: Path) -> None:
         )
 
 
-__all__ = ["Interrupted", "Progress", "default_workers", "execute", "fingerprint_of"]
+__all__ = ["Interrupted", "Progress", "default_workers", "execute", "fingerprint_of", "layouts_of"]

@@ -133,6 +133,8 @@ class StackWriter:
         if stack.merge is not None:
             scales = [_values(scale, matrices[scale.pattern][chosen]) for scale in stack.scales]
             parts = stack.merge.forward(parts, scales)
+            if stack.merge.fills_rows:
+                parts = [np.repeat(part, stack.rows, axis=1) for part in parts]
         placed = [(part, p.to_row, 0) for part, p in zip(parts, step.pieces, strict=False)]
         return self._laid_out(placed, len(local))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import BadSource, NoRule
+from aiter_prep.families.inputs import inputs_of
 from aiter_prep.families.names import (
     BIAS,
     DOWN,
@@ -87,6 +88,7 @@ class ExpertBlock:
         hidden: Hidden size, in elements.
         intermediate: Intermediate size of one expert, in elements.
         parts: Its tensors, by (projection, role).
+        inputs: What the config says of its inputs, as `inputs.inputs_of` calls it.
     """
 
     experts: str
@@ -96,6 +98,7 @@ class ExpertBlock:
     hidden: int
     intermediate: int
     parts: Mapping[tuple[str, str], Part]
+    inputs: str = "bf16"
 
     @property
     def total_bytes(self) -> int:
@@ -267,7 +270,8 @@ def group_blocks(
     for experts in sorted(builders, key=natural_key):
         # an MTP block may have its own number of experts, as DeepSeek-V4.1's does
         is_mtp = "mtp" in experts.split(".")
-        yield builders[experts].build(frozenset() if is_mtp else expected, model_type)
+        block = builders[experts].build(frozenset() if is_mtp else expected, model_type)
+        yield replace(block, inputs=inputs_of(config, experts))
 
 
 def expert_counts(config: Mapping[str, Any]) -> frozenset[int]:

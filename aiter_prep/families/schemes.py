@@ -130,6 +130,7 @@ SCHEMES: tuple[Scheme, ...] = (
         scale_suffixes=frozenset({"weight_scale", "gate_up_proj_scales", "down_proj_scales"}),
         scale_dtypes=BYTE_SCALES,
         scale_unit=Unit(1, E8M0_GROUP),
+        roles=frozenset({"weight", "weight_scale", "bias", "input_scale"}),
         group=E8M0_GROUP,
     ),
     Scheme(  # DeepSeek-V4: I8 is packed fp4; with `.weight_scale` beside it, it would be int8

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from aiter_prep.errors import NoRule
 from aiter_prep.layouts.fp8 import E4M3FN, E4M3FNUZ, Fp8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
+    from collections.abc import Sequence
 
     from aiter_prep.storage.buffers import ByteArray
 
@@ -29,11 +29,13 @@ class Merge:
         meaning: What it does, for people.
         forward: From the parts (uint8 `[experts, rows, bytes]` each, converted already) and the
             scale of each (F32 `[experts]`) to the parts that are stored. Nothing leads back.
+        fills_rows: The one row that `forward` gives stands in every row of the matrix.
     """
 
     name: str
     meaning: str
     forward: Callable[[Sequence[ByteArray], Sequence[npt.NDArray[np.float32]]], list[ByteArray]]
+    fills_rows: bool = False
 
 
 def _larger(scales: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
@@ -46,21 +48,47 @@ def _as_bytes(values: npt.NDArray[np.float32]) -> ByteArray:
     return np.ascontiguousarray(values, F32).view(np.uint8).reshape(len(values), 1, F32.itemsize)
 
 
-def _requantise(fp8: Fp8) -> Callable[..., list[ByteArray]]:
-    """Return a function that brings parts under the larger of their scales.
+_Scaled = Callable[
+    [npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]],
+    npt.NDArray[np.float32],
+]
 
-    mirrors vllm/model_executor/layers/quantization/utils/fp8_utils.py::
-    process_fp8_weight_tensor_strategy_moe (0.33), on a GPU: an F16 tensor times a 0-d F32 scale
-    rounds the scale to F16 first; static_scaled_fp8_quant multiplies with the F32 reciprocal.
+
+def _through_f16(
+    values: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+    larger: npt.NDArray[np.float32],
+) -> npt.NDArray[np.float32]:
+    """Mirrors process_fp8_weight_tensor_strategy_moe of vLLM 0.33 (fp8_utils.py), on a GPU.
+
+    An F16 tensor times a 0-d F32 scale rounds the scale to F16 first; static_scaled_fp8_quant
+    multiplies with the F32 reciprocal. SGLang 0.5.23 does the same (quantization/fp8.py).
     """
+    half = scale.astype(np.float16).astype(np.float32)
+    rounded = (values * half).astype(np.float16).astype(np.float32)
+    scaled: npt.NDArray[np.float32] = rounded * (np.float32(1) / larger)
+    return scaled
+
+
+def _through_f32(
+    values: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+    larger: npt.NDArray[np.float32],
+) -> npt.NDArray[np.float32]:
+    """Mirrors CompressedTensorsFp8MoEMethod of ATOM (model_ops/moe.py): F32 all the way."""
+    scaled: npt.NDArray[np.float32] = (values * scale) / larger
+    return scaled
+
+
+def _requantise(fp8: Fp8, scaled: _Scaled) -> Callable[..., list[ByteArray]]:
+    """Return a function that brings parts under the larger of their scales."""
 
     def forward(
         parts: Sequence[ByteArray], scales: Sequence[npt.NDArray[np.float32]]
     ) -> list[ByteArray]:
-        with np.errstate(divide="ignore"):
-            reciprocal = np.float32(1) / _larger(scales)
+        larger = _larger(scales)
         return [
-            _requantised(part, scale, reciprocal, fp8)
+            _requantised(part, scale, larger, fp8, scaled)
             for part, scale in zip(parts, scales, strict=True)
         ]
 
@@ -70,14 +98,13 @@ def _requantise(fp8: Fp8) -> Callable[..., list[ByteArray]]:
 def _requantised(
     part: ByteArray,
     scale: npt.NDArray[np.float32],
-    reciprocal: npt.NDArray[np.float32],
+    larger: npt.NDArray[np.float32],
     fp8: Fp8,
+    scaled_by: _Scaled,
 ) -> ByteArray:
     shape = (-1, 1, 1)
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        half = scale.astype(np.float16).astype(np.float32).reshape(shape)
-        values = (fp8.decode(part) * half).astype(np.float16).astype(np.float32)
-        scaled = values * reciprocal.reshape(shape)
+    with np.errstate(all="ignore"):
+        scaled = scaled_by(fp8.decode(part), scale.reshape(shape), larger.reshape(shape))
     if not np.isfinite(scaled).all():
         raise NoRule(
             "an FP8 weight cannot be brought under the larger of two scales: a value is not finite",
@@ -108,20 +135,26 @@ def _fold_into_rows(
     return folded
 
 
+_REQUANTISED = "gate and up under the larger of their two scales, rounded again"
+
 MERGES: dict[str, Merge] = {
     merge.name: merge
     for merge in (
-        Merge(
-            "requantise_e4m3fn",
-            "gate and up under the larger of their two scales, rounded again",
-            _requantise(E4M3FN),
-        ),
-        Merge(
-            "requantise_e4m3fnuz",
-            "gate and up under the larger of their two scales, rounded again",
-            _requantise(E4M3FNUZ),
+        *(
+            Merge(f"requantise_{name}{suffix}", f"{_REQUANTISED}{how}", _requantise(fp8, scaled))
+            for name, fp8 in (("e4m3fn", E4M3FN), ("e4m3fnuz", E4M3FNUZ))
+            for suffix, how, scaled in (
+                ("", "", _through_f16),
+                ("_f32", ", all in F32", _through_f32),
+            )
         ),
         Merge("larger_scale", "the larger of gate's and up's scale", _larger_scale),
+        Merge(
+            "larger_scale_in_every_row",
+            "the larger of gate's and up's scale, once for each row",
+            _larger_scale,
+            fills_rows=True,
+        ),
         Merge("fold_scale_into_rows", "row factors times the FP8 scale", _fold_into_rows),
     )
 }

@@ -141,9 +141,9 @@ def make_plan(
         BadSource: An experts module lacks a tensor.
         InvalidUsage: A number is out of range.
     """
-    parallel = _check_parallel(tp, ep, placement)
-    chosen_ranks = _check_numbers(parallel, ranks, max_shard_bytes)
     found = target_named(target)
+    parallel = _check_parallel(tp, ep, placement, found)
+    chosen_ranks = _check_numbers(parallel, ranks, max_shard_bytes)
     chip = gfx or found.chips[0]
     found.check_chip(chip)
     if fuse_shared_experts and ep > 1:
@@ -186,7 +186,7 @@ def make_plan(
 def traits_for(
     checkpoint: Checkpoint, gfx: str, options: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return what chooses a path of a target, but for the family of each experts module.
+    """Return what chooses a path of a target, but for what each experts module has of its own.
 
     Raises:
         InvalidUsage: An option is not known.
@@ -206,10 +206,11 @@ def path_of(block: ExpertBlock, target: Target, traits: Mapping[str, str]) -> We
         NoRule: The target has no path for it.
         InvalidUsage: An option has no meaning for it.
     """
-    return target.path_for(block.scheme.name, {**traits, "family": block.family.name})
+    own = {"family": block.family.name, "inputs": block.inputs}
+    return target.path_for(block.scheme.name, {**traits, **own})
 
 
-def _check_parallel(tp: int, ep: int, placement: str) -> Parallel:
+def _check_parallel(tp: int, ep: int, placement: str, target: Target) -> Parallel:
     for flag, number in (("--tp", tp), ("--ep", ep)):
         if not 1 <= number <= MAX_RANKS:
             raise InvalidUsage(f"{flag} {number} is out of range: 1 to {MAX_RANKS}")
@@ -222,6 +223,11 @@ def _check_parallel(tp: int, ep: int, placement: str) -> Parallel:
     if placement not in PLACEMENTS:
         raise InvalidUsage(
             f"placement {placement} is not known", f"use one of {', '.join(PLACEMENTS)}"
+        )
+    if placement not in target.placements:
+        raise InvalidUsage(
+            f"target `{target.name}` has no placement {placement}",
+            f"use one of {', '.join(target.placements)}",
         )
     return Parallel(tp, ep, placement)
 
@@ -256,6 +262,12 @@ def _plan_blocks(
 ) -> Iterator[BlockPlan]:
     for block in classified.blocks:
         path = path_of(block, target, traits)
+        if target.even_experts and block.num_experts % parallel.ep:
+            raise NoRule(
+                f"`{block.experts}`: {block.num_experts} experts cannot be shared equally by "
+                f"{parallel.ep} ranks, as target `{target.name}` wants",
+                "use an --ep that divides the number of experts",
+            )
         cut = cut_block(block, path, parallel)
         yield BlockPlan(block, path, cut, tuple(stacks_of(block, path, cut, ranks)))
 

@@ -60,7 +60,18 @@ def stacks_of(
         for role in ROLES:
             parts = tuple(block.parts[p, role] for p in projections if (p, role) in block.parts)
             if parts:
-                yield _Task(block, path, cut, group, role, parts).stack(ranks)
+                for form in _forms(path, role, parts[0]):
+                    yield _Task(block, path, cut, group, role, form, parts).stack(ranks)
+
+
+def _forms(path: WeightPath, role: str, part: Part) -> list[Form]:
+    """Return the forms of a role: one, and those of more tensors that are made of it."""
+    if role not in path.forms:
+        raise NoRule(
+            f"the target has no rule for `{printable(part.pattern)}`: the {role} of "
+            f"{path.scheme} experts"
+        )
+    return [path.forms[role], *(form for form in path.forms.values() if form.made_of == role)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,7 @@ class _Task:
     cut: Cut
     group: str
     role: str
+    form: Form
     parts: tuple[Part, ...]
 
     def stack(self, ranks: Sequence[int]) -> Stack:
@@ -103,24 +115,19 @@ class _Task:
         return replace(stack, steps=tuple(self.step(stack, rank) for rank in ranks))
 
     @property
-    def form(self) -> Form:
-        form = self.path.forms.get(self.role)
-        if form is None:
-            raise NoRule(
-                f"the target has no rule for `{printable(self.parts[0].pattern)}`: the {self.role} "
-                f"of {self.block.scheme.name} experts"
-            )
-        return form
-
-    @property
     def name(self) -> str:
-        suffix = self.form.name or self.role
-        if self.parts[0].suffix == "weight_scale_inv":
-            suffix = "weight_scale_inv"
+        spelled = self.parts[0].suffix
+        suffix = self.form.name or (spelled if spelled == "weight_scale_inv" else self.role)
         return f"{self.block.experts}.{self.group}_{suffix}"
 
     @property
     def unit(self) -> Unit:
+        """How much of the weight an element of the stored tensor stands for."""
+        return PER_ROW if self.form.made_of else self.source_unit
+
+    @property
+    def source_unit(self) -> Unit:
+        """How much of the weight an element of the source stands for."""
         if self.role == WEIGHT:
             return self.block.scheme.weight_unit
         if self.role == INPUT_SCALE:
@@ -190,6 +197,14 @@ class _Task:
                 f"`{self.name}`: {stack.rows} rows per expert, but layout `{layout.name}` needs a "
                 f"multiple of {tile_rows}"
             )
+        experts = {len(held) for held in self.cut.experts}
+        if stack.form.shape == "matrices" and any(
+            held * stack.rows % layout.row_pad for held in experts
+        ):
+            raise NoRule(
+                f"`{self.name}`: {max(experts)} experts of {stack.rows} rows, but the engine can "
+                f"only hold a multiple of {layout.row_pad} rows in all"
+            )
         # AITER counts elements of the tensor that it is given
         multiple = layout.column_multiple * (1 if stack.packing else width_of(stack.dtype))
         if stack.row_bytes % multiple:
@@ -217,11 +232,11 @@ class _Task:
         part = self.cut.parts[rank]
         if not part:
             return
-        if self.unit == PER_TENSOR:
+        if self.source_unit == PER_TENSOR:
             for number, source in enumerate(stack.sources):
                 yield Piece(number, range(source.rows), range(source.row_bytes), 0)
         elif self.group == W2:
-            yield from self.down_pieces(stack.sources[0], part, rank)
+            yield from self.down_pieces(stack.sources[0], part)
         else:
             yield from self.gate_up_pieces(stack, part)
 
@@ -244,10 +259,10 @@ class _Task:
                 rows = range(number * half + start, number * half + stop)
                 yield Piece(0, rows, columns, number * up_row)
 
-    def down_pieces(self, source: Source, part: range, rank: int) -> Iterator[Piece]:
+    def down_pieces(self, source: Source, part: range) -> Iterator[Piece]:
         """Yield the columns of a rank, or whole rows where one element stands for all columns."""
         rows = range(source.rows)
-        if self.role == BIAS and self.block.family.down_bias == "first_rank" and rank:
+        if self.role == BIAS and self.block.family.down_bias == "first_rank" and part.start:
             return
         if not self.unit.columns:
             yield Piece(0, rows, range(source.row_bytes), 0)

@@ -9,16 +9,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiter_prep.storage.buffers import ByteArray
+
+
+def plain_memory(size: int) -> ByteArray:
+    """Return a buffer of so many bytes."""
+    return np.empty(size, np.uint8)
 
 
 class Scratch(threading.local):
     """One set of buffers per thread.
 
     Fresh memory costs a page fault every 4 KiB, as much time as the copy into it.
+
+    Args:
+        allocate: Where a buffer of some bytes comes from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], ByteArray] = plain_memory) -> None:
+        self._allocate = allocate
         self._buffers: dict[str, ByteArray] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> ByteArray:
@@ -29,5 +40,5 @@ class Scratch(threading.local):
         size = prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < size:
-            buffer = self._buffers[name] = np.empty(size, np.uint8)
+            buffer = self._buffers[name] = self._allocate(size)
         return buffer[:size].reshape(shape)

@@ -15,6 +15,7 @@ GFX942, GFX950, GFX1250 = "gfx942", "gfx950", "gfx1250"
 TILE = ("tile_16x16", "tile_16x16")
 TILE_INTERLEAVED = ("tile_16x16_interleaved_16", "tile_16x16")
 PLAIN = ("row_major", "row_major")
+E8M0_DTYPE = "float8_e8m0fnu"
 E8M0 = ("e8m0", "e8m0")
 E8M0_INTERLEAVED = ("e8m0_interleaved_16", "e8m0_unpadded_rows")
 
@@ -51,6 +52,12 @@ FLOAT_SCALE = Form(PLAIN, _SAME_FLOATS)
 F32_SCALE = Form(PLAIN, _TO_F32)
 BIAS = Form(PLAIN, _TO_F32, shape="rows")
 SOURCE_BIAS = Form(PLAIN, _SAME_FLOATS, shape="rows")
+
+
+def as_uint8(form: Form) -> Form:
+    """Return a form whose tensor the engine holds as plain bytes, and views only when it runs."""
+    dtypes = {source: (kept, "uint8", change) for source, (kept, _, change) in form.dtypes.items()}
+    return replace(form, dtypes=dtypes)
 
 
 def e8m0_scale(layouts: tuple[str, str], runtime_dtype: str, **more: object) -> Form:

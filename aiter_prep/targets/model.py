@@ -41,6 +41,11 @@ class Alignment:
 NO_PADDING = Alignment(((None, 1),))
 
 
+def when(**traits: str | frozenset[str]) -> dict[str, frozenset[str]]:
+    """Return conditions of a path: trait to the values that it is for."""
+    return {k: v if isinstance(v, frozenset) else frozenset({v}) for k, v in traits.items()}
+
+
 def align_to(multiple: int) -> Alignment:
     """Return the alignment to one multiple, whatever the size."""
     return Alignment(((None, multiple),))
@@ -60,7 +65,8 @@ class Form:
             `largest`, or the `last` of those that an engine loads.
         merges: Name of a merge for w13 and for w2, or "".
         packing: Name of a packing, or "".
-        name: What the tensor is called after `w13_`; the role by default.
+        name: What the tensor is called after `w13_`; as the source spells the role by default.
+        made_of: Role of the source tensors that it is made of, for a second tensor of one role.
     """
 
     layouts: tuple[str, str]
@@ -71,6 +77,7 @@ class Form:
     merges: tuple[str, str] = ("", "")
     packing: str = ""
     name: str = ""
+    made_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +86,10 @@ class WeightPath:
 
     Attributes:
         scheme: Scheme of the source.
-        forms: How each role is stored.
+        forms: How each role is stored; a key that is no role is a form with `made_of`.
         when: Trait to the values that this path is for: `chip`, `family`, `method`, `model`,
-            `inputs`, and the options; a trait that is not named may be anything, an option that
-            is not named must be left at its default.
+            `activation`, `inputs`, and the options; a trait that is not named may be anything, an
+            option that is not named must be left at its default.
         row_order: Order of the rows of w13: `separated`, `interleaved_16`, `as_source`.
         intermediate: Padding of the intermediate size per rank.
         hidden: Padding of the hidden size.
@@ -114,11 +121,13 @@ class Refusal:
         scheme: Scheme of the source.
         reason: Why.
         when: As for a path.
+        otherwise: Only where no path applies.
     """
 
     scheme: str
     reason: str
     when: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    otherwise: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,9 @@ class Target:
         engine_version: Its version.
         chips: gfx names that it knows; the first is the default.
         paths: What each kind of source becomes.
-        refusals: What it does not take, and why; looked at first.
+        refusals: What it does not take, and why; looked at before the paths.
+        placements: How expert-parallel ranks may share the experts.
+        even_experts: Every one of them holds as many experts as the others.
     """
 
     name: str
@@ -142,13 +153,16 @@ class Target:
     chips: tuple[str, ...]
     paths: tuple[WeightPath, ...]
     refusals: tuple[Refusal, ...] = ()
+    placements: tuple[str, ...] = ("linear", "round_robin")
+    even_experts: bool = False
 
     def path_for(self, scheme: str, traits: Mapping[str, str]) -> WeightPath:
         """Return the one path for a kind of source.
 
         Args:
             scheme: Scheme of the source.
-            traits: `chip`, `family`, `method`, `model`, `inputs`, and each of `OPTIONS`.
+            traits: `chip`, `family`, `method`, `model`, `activation`, `inputs`, and each of
+                `OPTIONS`.
 
         Raises:
             NoRule: The table has none.
@@ -156,11 +170,12 @@ class Target:
         """
         self.check_chip(traits["chip"])
         what = f"{scheme} experts named as {traits['family']} on {traits['chip']}"
-        for refusal in self.refusals:
-            if refusal.scheme == scheme and _holds(refusal.when, traits):
-                raise NoRule(f"target `{self.name}` takes no {what}: {refusal.reason}")
         same_scheme = [path for path in self.paths if path.scheme == scheme]
         found = [path for path in same_scheme if _applies(path, traits)]
+        for refusal in self.refusals:
+            passed = refusal.otherwise and found
+            if refusal.scheme == scheme and _holds(refusal.when, traits) and not passed:
+                raise NoRule(f"target `{self.name}` takes no {what}: {refusal.reason}")
         if not found:
             self._check_options(same_scheme, traits)
             raise NoRule(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from aiter_prep.errors import NoRule
 from aiter_prep.targets.aiter import TARGET as AITER
+from aiter_prep.targets.atom import TARGET as ATOM
 from aiter_prep.targets.model import Target
+from aiter_prep.targets.sglang import TARGET as SGLANG
 from aiter_prep.targets.vllm import TARGET as VLLM
 
 DEFAULT_TARGET = "aiter"
 
-_TARGETS = (AITER, VLLM)
+_TARGETS = (AITER, VLLM, SGLANG, ATOM)
 
 TARGETS: dict[str, Target] = {target.name: target for target in _TARGETS}
 _BY_NAME = TARGETS | {alias: target for target in _TARGETS for alias in target.aliases}

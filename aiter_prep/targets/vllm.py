@@ -17,6 +17,7 @@ from aiter_prep.targets.forms import (
     FP8_WEIGHT,
     GFX942,
     GFX950,
+    GFX1250,
     HALF_WEIGHT,
     PLAIN,
     SOURCE_BIAS,
@@ -33,42 +34,41 @@ from aiter_prep.targets.model import (
     Target,
     WeightPath,
     align_to,
+    when,
+)
+from aiter_prep.targets.traits import (
+    AITER_BACKEND,
+    DEEPSEEK_V41,
+    INTERLEAVED,
+    KIMI_K3,
+    PER_PROJECTION,
+    SEPARATED,
 )
 
 _NO_MX = "gfx942 has no MX matrix instructions: vLLM emulates, and AITER shuffles nothing"
-_GPT_OSS = frozenset({"gpt_oss", "gpt_oss_per_expert"})
-_V4 = frozenset({"deepseek_v4", "deepseek_v41", "deepseek_v41_text"})
-_V41 = frozenset({"deepseek_v41", "deepseek_v41_text"})
-_K3 = frozenset({"kimi_k3", "kimi_linear"})
-_AUTO = frozenset({DEFAULT, "auto", "aiter"})
-
-
-def _when(**traits: str | frozenset[str]) -> dict[str, frozenset[str]]:
-    """Return traits with each value as a set."""
-    return {k: v if isinstance(v, frozenset) else frozenset({v}) for k, v in traits.items()}
 
 
 def _fp8(chip: str) -> tuple[WeightPath, ...]:
     """Return the FP8 paths: oracle/fp8.py, quantization/fp8.py and its siblings."""
     forms = fp8_forms(chip, f32_scales=True)
-    one = {**forms["weight_scale"].dtypes}
+    # the destination of a padded load is filled with 1.0, which e4m3fnuz doubles like the rest
+    one = bytes.fromhex("00000040" if chip == GFX942 else "0000803f")
     padded = {
         "weight": forms["weight"],
-        # one as F32: the destination of a padded load is filled with it
-        "weight_scale": replace(forms["weight_scale"], fill=bytes.fromhex("0000803f"), dtypes=one),
+        "weight_scale": replace(forms["weight_scale"], fill=one),
     }
     return (
         WeightPath(
             scheme="fp8_block",
             forms=forms,
-            when=_when(chip=chip, moe_backend=frozenset({DEFAULT, "auto"})),
+            when=when(chip=chip, moe_backend=frozenset({DEFAULT, "auto"})),
             intermediate_multiple=128,
             hidden_multiple=128,
         ),
         WeightPath(
             scheme="fp8_block",
             forms=padded,
-            when=_when(chip=chip, moe_backend="aiter", method="fp8"),
+            when=when(chip=chip, moe_backend="aiter", method="fp8"),
             intermediate=align_to(128),
             hidden_multiple=128,
             split="padded_stride",
@@ -76,7 +76,7 @@ def _fp8(chip: str) -> tuple[WeightPath, ...]:
         WeightPath(
             scheme="fp8_block",
             forms=forms,
-            when=_when(
+            when=when(
                 chip=chip,
                 moe_backend="aiter",
                 method=frozenset({"quark", "compressed-tensors", "modelopt"}),
@@ -84,12 +84,14 @@ def _fp8(chip: str) -> tuple[WeightPath, ...]:
             intermediate_multiple=128,
             hidden_multiple=128,
         ),
-        WeightPath(scheme="fp8_channel", forms=forms, when=_when(chip=chip, moe_backend=_AUTO)),
+        WeightPath(
+            scheme="fp8_channel", forms=forms, when=when(chip=chip, moe_backend=AITER_BACKEND)
+        ),
         WeightPath(
             scheme="fp8_tensor",
             # routed_experts.py: gate and up write into one place, so the later one stays
             forms=fp8_tensor_forms(chip, among_parts="last"),
-            when=_when(chip=chip, moe_backend=_AUTO),
+            when=when(chip=chip, moe_backend=AITER_BACKEND),
         ),
     )
 
@@ -110,13 +112,13 @@ _MXFP4 = (
     WeightPath(
         scheme="mxfp4",
         forms=_A16W4,
-        when=_when(
+        when=when(
             chip=GFX950,
-            family=frozenset({"gate_up_down", "w1_w2_w3"}),
+            family=PER_PROJECTION,
             method=frozenset({"fp8", "deepseek_v4_fp8", "mxfp4"}),
-            gate_up=frozenset({DEFAULT, "interleaved"}),
+            gate_up=INTERLEAVED,
             activation_dtype=frozenset({DEFAULT, "bf16"}),
-            moe_backend=_AUTO,
+            moe_backend=AITER_BACKEND,
         ),
         row_order="interleaved_16",
         intermediate=align_to(128),
@@ -125,11 +127,11 @@ _MXFP4 = (
     WeightPath(
         scheme="mxfp4",
         forms=_A16W4,
-        when=_when(
+        when=when(
             chip=GFX950,
             method="compressed-tensors",
             inputs=frozenset({"fp8_dynamic", "fp8_static"}),
-            moe_backend=_AUTO,
+            moe_backend=AITER_BACKEND,
         ),
         row_order="interleaved_16",
         intermediate=align_to(128),
@@ -139,12 +141,12 @@ _MXFP4 = (
     WeightPath(
         scheme="mxfp4",
         forms={"weight": FP4_WEIGHT, "weight_scale": e8m0_scale(E8M0, "uint8"), "bias": BIAS},
-        when=_when(
+        when=when(
             chip=GFX950,
-            model=_V41,
+            model=DEEPSEEK_V41,
             activation_dtype="fp4",
-            gate_up=frozenset({DEFAULT, "separated"}),
-            moe_backend=_AUTO,
+            gate_up=SEPARATED,
+            moe_backend=AITER_BACKEND,
         ),
         intermediate=align_to(128),
         hidden=align_to(128),
@@ -156,12 +158,12 @@ _MXFP4 = (
             "weight": FP4_WEIGHT,
             "weight_scale": e8m0_scale(("e8m0_unpadded_rows", "e8m0"), "float8_e8m0fnu"),
         },
-        when=_when(
+        when=when(
             chip=GFX950,
-            model=_K3,
+            model=KIMI_K3,
             activation_dtype=frozenset({DEFAULT, "fp4", "bf16"}),
-            gate_up=frozenset({DEFAULT, "separated"}),
-            moe_backend=_AUTO,
+            gate_up=SEPARATED,
+            moe_backend=AITER_BACKEND,
         ),
         intermediate=align_to(128),
         hidden=align_to(128),
@@ -173,12 +175,12 @@ _MXFP4 = (
             "weight": _MX_WEIGHT_INTERLEAVED,
             "weight_scale": e8m0_scale(("e8m0_interleaved_16", "e8m0"), "float8_e8m0fnu"),
         },
-        when=_when(
+        when=when(
             chip=GFX950,
-            model=_K3,
+            model=KIMI_K3,
             activation_dtype="fp8",
-            gate_up=frozenset({DEFAULT, "interleaved"}),
-            moe_backend=_AUTO,
+            gate_up=INTERLEAVED,
+            moe_backend=AITER_BACKEND,
         ),
         row_order="interleaved_16",
         intermediate=align_to(128),
@@ -189,12 +191,12 @@ _MXFP4 = (
     WeightPath(
         scheme="mxfp4",
         forms=_A16W4,
-        when=_when(
+        when=when(
             chip=GFX950,
             family="gpt_oss",
             activation_dtype=frozenset({DEFAULT, "bf16"}),
-            gate_up=frozenset({DEFAULT, "interleaved"}),
-            moe_backend=_AUTO,
+            gate_up=INTERLEAVED,
+            moe_backend=AITER_BACKEND,
         ),
         row_order="interleaved_16",
         intermediate=align_to(256),
@@ -207,12 +209,12 @@ _MXFP4 = (
             "weight_scale": e8m0_scale(E8M0, "uint8", shape="matrices"),
             "bias": BIAS,
         },
-        when=_when(
+        when=when(
             chip=GFX950,
             family="gpt_oss",
             activation_dtype="fp4",
             gate_up=DEFAULT,
-            moe_backend=_AUTO,
+            moe_backend=AITER_BACKEND,
         ),
         row_order="as_source",
         intermediate=align_to(128),
@@ -222,12 +224,12 @@ _MXFP4 = (
     WeightPath(
         scheme="mxfp4",
         forms={"weight": FP4_WEIGHT, "weight_scale": _QUARK_SCALE, "bias": BIAS},
-        when=_when(
+        when=when(
             chip=GFX950,
             family=frozenset({"gate_up_down", "w1_w2_w3", "gpt_oss_per_expert"}),
             method="quark",
             inputs="fp4",
-            moe_backend=_AUTO,
+            moe_backend=AITER_BACKEND,
         ),
         row_order="as_source",
         intermediate=align_to(128),
@@ -240,12 +242,12 @@ _MXFP4 = (
             "weight_scale": replace(_INTERLEAVED_SCALE, fill=b"\x01"),
             "bias": BIAS,
         },
-        when=_when(
+        when=when(
             chip=GFX950,
             family="gpt_oss_per_expert",
             method="quark",
             inputs="bf16",
-            moe_backend=_AUTO,
+            moe_backend=AITER_BACKEND,
         ),
         row_order="interleaved_16",
         intermediate=align_to(256),
@@ -267,7 +269,7 @@ _INT4_FP8 = WeightPath(  # quark_moe.py, QuarkW4A8Fp8MoEMethod
             merges=("fold_scale_into_rows", "fold_scale_into_rows"),
         ),
     },
-    when=_when(moe_backend=_AUTO),
+    when=when(chip=frozenset({GFX942, GFX950}), moe_backend=AITER_BACKEND),
 )
 
 _INT4 = WeightPath(  # compressed_tensors_moe_w4a16_flydsl.py
@@ -284,7 +286,7 @@ _INT4 = WeightPath(  # compressed_tensors_moe_w4a16_flydsl.py
             ("int4_scale", "int4_scale"), {"BF16": ("BF16", "bfloat16", "")}, shape="flat"
         ),
     },
-    when=_when(chip=GFX950, moe_backend="flydsl", method="compressed-tensors"),
+    when=when(chip=GFX950, moe_backend="flydsl", method="compressed-tensors"),
     intermediate_multiple=64,
     hidden_multiple=64,
 )
@@ -295,7 +297,7 @@ _MXFP8 = WeightPath(  # oracle/mxfp8.py, experts/aiter_mxfp8_moe.py
         "weight": replace(FP8_WEIGHT, layouts=TILE_INTERLEAVED),
         "weight_scale": e8m0_scale(("e8m0_interleaved_16", "e8m0"), "uint8"),
     },
-    when=_when(chip=GFX950, moe_backend=_AUTO),
+    when=when(chip=frozenset({GFX950, GFX1250}), moe_backend=AITER_BACKEND),
     row_order="interleaved_16",
     intermediate_multiple=64,
     hidden_multiple=64,
@@ -306,41 +308,59 @@ TARGET = Target(
     aliases=("vllm",),
     engine="vllm",
     engine_version="0.33",
-    chips=(GFX950, GFX942),
+    chips=(GFX950, GFX942, GFX1250),
     paths=(
         WeightPath(
             scheme="bf16",
             forms={"weight": HALF_WEIGHT, "bias": SOURCE_BIAS},
-            when=_when(moe_backend=_AUTO),
+            when=when(moe_backend=AITER_BACKEND),
             intermediate=BF16_INTERMEDIATE,
         ),
         *_fp8(GFX950),
         *_fp8(GFX942),
+        *_fp8(GFX1250),
         *_MXFP4,
         _MXFP8,
         _INT4_FP8,
         _INT4,
     ),
     refusals=(
-        Refusal("mxfp4", _NO_MX, _when(chip=GFX942)),
-        Refusal("mxfp8", _NO_MX, _when(chip=GFX942)),
+        Refusal(
+            "int4",
+            "vLLM runs int4 experts with Triton or emulates them, unless --moe-backend is flydsl",
+            when(chip=GFX950, method="compressed-tensors"),
+            otherwise=True,
+        ),
+        Refusal(
+            "mxfp4",
+            "vLLM emulates compressed-tensors MXFP4 whose inputs are not FP8, but for Kimi-K3",
+            when(method="compressed-tensors"),
+            otherwise=True,
+        ),
+        Refusal("mxfp4", _NO_MX, when(chip=GFX942)),
+        Refusal("mxfp8", _NO_MX, when(chip=GFX942)),
+        Refusal(
+            "mxfp4",
+            "on gfx1250 vLLM swizzles for Triton into objects that are no plain tensors",
+            when(chip=GFX1250),
+        ),
         Refusal(
             "fp8_tensor",
             "vLLM 0.33 does not bring ModelOpt's FP8 experts into this chip's format, which looks "
             "like a bug of the engine",
-            _when(chip=GFX942, method="modelopt"),
+            when(chip=GFX942, method="modelopt"),
         ),
         Refusal(
             "mxfp4",
             "vLLM 0.33 de-interleaves rows of a weight-only Quark checkpoint which are not "
             "interleaved, which looks like a bug of the engine",
-            _when(method="quark", inputs="bf16", family=frozenset({"gate_up_down", "w1_w2_w3"})),
+            when(method="quark", inputs="bf16", family=PER_PROJECTION),
         ),
         Refusal(
             "mxfp4",
             "with static FP8 inputs vLLM swizzles for Triton into objects that are no plain "
             "tensors",
-            _when(method="quark", inputs=frozenset({"fp8_static", "fp8_dynamic", "other"})),
+            when(method="quark", inputs=frozenset({"fp8_static", "fp8_dynamic", "other"})),
         ),
     ),
 )

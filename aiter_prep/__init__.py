@@ -1,0 +1,103 @@
+"""Prepares mixture-of-experts checkpoints ahead of time for the kernels of AMD's AITER.
+
+    folder --open_checkpoint--> Checkpoint --make_plan--> Plan --execute--> shards + Manifest
+           --verify--> Report
+
+    from aiter_prep import execute, make_plan, open_checkpoint, verify
+
+    checkpoint = open_checkpoint("models/Qwen3-30B-A3B")
+    plan = make_plan(checkpoint, tp=2)
+    execute(plan, "models/Qwen3-30B-A3B-aiter-tp2-gfx950")
+    assert verify("models/Qwen3-30B-A3B-aiter-tp2-gfx950", source=checkpoint).is_clean
+
+Every failure that a caller can cause is an `AiterPrepError` with a message, a hint and the exit
+code that it stands for; `aiter_prep.errors` draws their tree.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from aiter_prep._version import __version__
+
+if TYPE_CHECKING:
+    from aiter_prep.engines.plain import attach, load
+    from aiter_prep.errors import AiterPrepError
+    from aiter_prep.execute import execute
+    from aiter_prep.inspection import inspect_path as inspect
+    from aiter_prep.manifest import Manifest
+    from aiter_prep.plan import Plan, make_plan
+    from aiter_prep.restore import Restored, restore
+    from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
+    from aiter_prep.verify import Report, verify
+
+__all__ = [
+    "AiterPrepError",
+    "Checkpoint",
+    "Manifest",
+    "Plan",
+    "Report",
+    "Restored",
+    "__version__",
+    "attach",
+    "execute",
+    "inspect",
+    "load",
+    "make_plan",
+    "open_checkpoint",
+    "restore",
+    "verify",
+]
+
+# Loaded on first use: numpy alone takes longer than `aiter-prep --version` may.
+_HOMES = {
+    "AiterPrepError": ("aiter_prep.errors", "AiterPrepError"),
+    "Checkpoint": ("aiter_prep.storage.checkpoint", "Checkpoint"),
+    "Manifest": ("aiter_prep.manifest", "Manifest"),
+    "Plan": ("aiter_prep.plan", "Plan"),
+    "Report": ("aiter_prep.verify", "Report"),
+    "Restored": ("aiter_prep.restore", "Restored"),
+    "attach": ("aiter_prep.engines.plain", "attach"),
+    "execute": ("aiter_prep.execute", "execute"),
+    "inspect": ("aiter_prep.inspection", "inspect_path"),
+    "load": ("aiter_prep.engines.plain", "load"),
+    "make_plan": ("aiter_prep.plan", "make_plan"),
+    "open_checkpoint": ("aiter_prep.storage.checkpoint", "open_checkpoint"),
+    "restore": ("aiter_prep.restore", "restore"),
+    "verify": ("aiter_prep.verify", "verify"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, loaded from its home.
+
+    Raises:
+        AttributeError: It is not public.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Keeps `verify` a function, whatever was imported first.
+
+    `verify`, `execute` and `restore` are modules, too, and the import system puts a module into
+    its package under its name.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

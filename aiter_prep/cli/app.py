@@ -1,0 +1,109 @@
+"""The commands, and what happens around each of them."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aiter_prep._version import __version__
+from aiter_prep.cli import convert, demo, env, faults, inspect, layouts, restore, verify
+from aiter_prep.cli.flags import exit_codes
+from aiter_prep.cli.output import PROGRAM, Output
+from aiter_prep.cli.stopping import stopping
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+COMMANDS = (
+    (convert.convert, exit_codes(10, 11, 12)),
+    (verify.verify, exit_codes(3, 10, 11, code_0="nothing is wrong")),
+    (inspect.inspect, exit_codes(3, 10, 11)),
+    (restore.restore, exit_codes(3, 11, 12)),
+    (layouts.layouts, exit_codes()),
+    (env.env, exit_codes()),
+    (demo.demo, exit_codes(12)),
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line on these arguments; return the exit code."""
+    output = Output(argv)
+
+    def last_words() -> None:
+        _say(output, faults.interrupted(output.argv))
+        output.close(faults.INTERRUPTED)
+
+    with stopping(last_words), _rare_collections():
+        code = _run(output)
+        return output.close(code)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for garbage less often.
+
+    The headers of a large checkpoint are some hundred thousand objects that all live to the end;
+    to look through them again and again takes a fifth of the time of `inspect`.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _run(output: Output) -> int:
+    try:
+        command = typer.main.get_command(build())
+        code = command.main(
+            args=list(output.argv), prog_name=PROGRAM, standalone_mode=False, obj=output
+        )
+    except (Exception, KeyboardInterrupt) as fault:  # noqa: BLE001 - the error table knows all
+        failure = faults.failure_of(fault, output.argv)
+        if failure.is_bug and output.verbose:
+            output.trace("".join(traceback.format_exception(fault)))
+        return _say(output, failure)
+    if code == faults.INTERRUPTED:  # Typer has caught it
+        return _say(output, faults.interrupted(output.argv))
+    return code if isinstance(code, int) else 0
+
+
+def _say(output: Output, failure: faults.Failure) -> int:
+    output.failure(failure.message, failure.hint, failure.exit_code)
+    return failure.exit_code
+
+
+def build() -> typer.Typer:
+    """Return the application: every command with its flags."""
+    app = typer.Typer(
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(epilog=exit_codes(3, 10, 11, 12))(_root)
+    for function, epilog in COMMANDS:
+        app.command(epilog=epilog)(function)
+    return app
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """Prepare mixture-of-experts checkpoints ahead of time for AMD's AITER kernels."""

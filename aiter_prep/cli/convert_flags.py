@@ -1,0 +1,181 @@
+"""The flags of `aiter-prep convert`, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+Source: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="A folder with config.json and safetensors, or a Hub id, org/name."
+    ),
+]
+Out: TypeAlias = Annotated[
+    Path | None,
+    typer.Argument(metavar="OUT", help="The folder to write; ./NAME-aiter-tpN-GFX by default."),
+]
+Tp: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--tp",
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        envvar="AITER_PREP_TP",
+        help="Tensor-parallel ranks; `aiter-prep inspect SOURCE` shows which numbers work.",
+    ),
+]
+Ep: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--ep",
+        metavar="N",
+        envvar="AITER_PREP_EP",
+        help="Expert-parallel ranks, instead of --tp: each holds whole experts.",
+    ),
+]
+Placement: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--placement",
+        metavar="NAME",
+        envvar="AITER_PREP_PLACEMENT",
+        help="Which experts an --ep rank holds: linear or round_robin.",
+    ),
+]
+GateUp: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--gate-up",
+        metavar="ORDER",
+        envvar="AITER_PREP_GATE_UP",
+        help="Order of gate and up rows, where the target leaves a choice.",
+    ),
+]
+ActivationDtype: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--activation-dtype",
+        metavar="DTYPE",
+        envvar="AITER_PREP_ACTIVATION_DTYPE",
+        help="Dtype of the experts' inputs, where the target leaves a choice.",
+    ),
+]
+MoeBackend: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--moe-backend",
+        metavar="NAME",
+        envvar="AITER_PREP_MOE_BACKEND",
+        help="The engine's flag of that name, where the target leaves a choice.",
+    ),
+]
+FuseSharedExperts: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--fuse-shared-experts",
+        envvar="AITER_PREP_FUSE_SHARED_EXPERTS",
+        help="Append shared experts to the routed ones, for an engine that fuses them.",
+    ),
+]
+Gfx: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        envvar="AITER_PREP_GFX",
+        metavar="NAME",
+        help="The chip: gfx950 or gfx942. By default this machine's, or gfx950 without one.",
+    ),
+]
+Target: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        envvar="AITER_PREP_TARGET",
+        metavar="NAME",
+        help="What the result is for; `aiter-prep layouts` lists the targets.",
+    ),
+]
+Revision: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="REV", help="Branch, tag or commit of a Hub repository."),
+]
+Backend: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        envvar="AITER_PREP_BACKEND", metavar="NAME", help="What moves the bytes: cpu (numpy)."
+    ),
+]
+Device: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        envvar="AITER_PREP_DEVICE", metavar="NAME", help="The device that the backend uses."
+    ),
+]
+Workers: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        envvar="AITER_PREP_WORKERS",
+        metavar="N",
+        help="Threads; one per usable core by default, 16 at most. The bytes stay the same.",
+    ),
+]
+Ranks: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        envvar="AITER_PREP_RANKS",
+        metavar="LIST",
+        help="Write the shards of these ranks only, such as 0-3,7.",
+    ),
+]
+DryRun: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Show the whole plan and write nothing.")
+]
+Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Go on with an unfinished run.")]
+Overwrite: TypeAlias = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace a prepared or unfinished folder, and nothing else."),
+]
+AsCommon: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--as-common",
+        metavar="PATTERN",
+        help="Copy tensors of such names (* and ?) though no rule knows them; repeatable.",
+    ),
+]
+TrustTensors: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--trust-tensors",
+        envvar="AITER_PREP_TRUST_TENSORS",
+        help="Go on where the config promises another scheme than the tensors have.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, read and checked; the fields are the flags."""
+
+    source: str
+    out: Path | None
+    tp: int
+    ep: int
+    placement: str
+    options: Mapping[str, str]
+    fuse_shared_experts: bool
+    gfx: str | None
+    target: str
+    revision: str | None
+    max_shard_bytes: int
+    backend: str
+    workers: int | None
+    ranks: tuple[int, ...] | None
+    resume: bool
+    overwrite: bool
+    as_common: tuple[str, ...]
+    trust_tensors: bool

@@ -1,0 +1,77 @@
+"""The error table: what a user is told, and the exit code, for everything that can be raised."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from aiter_prep.cli.output import PROGRAM
+from aiter_prep.errors import AiterPrepError
+from aiter_prep.storage.jsontext import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+# The root of the errors that Typer's own Click raises for a wrong call; it has no public name.
+UsageFault: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there is no result.
+
+    Attributes:
+        message: What is wrong.
+        hint: What to do about it, or empty.
+        exit_code: The exit code.
+        is_bug: Whether it is a mistake of ours.
+    """
+
+    message: str
+    hint: str
+    exit_code: int
+    is_bug: bool = False
+
+
+def failure_of(fault: BaseException, argv: Sequence[str]) -> Failure:
+    """Return what to tell a user about an exception."""
+    if isinstance(fault, AiterPrepError):
+        return Failure(fault.message, fault.hint, fault.exit_code)
+    if isinstance(fault, UsageFault):
+        return _wrong_call(fault)
+    if isinstance(fault, (KeyboardInterrupt, typer.Abort)):
+        return interrupted(argv)
+    if isinstance(fault, MemoryError):
+        return Failure("out of memory", "use fewer --workers", FAILED)
+    if isinstance(fault, OSError):
+        where = f": `{printable(str(fault.filename))}`" if fault.filename else ""
+        return Failure(f"{fault.strerror or fault}{where}", "", FAILED)
+    return Failure(
+        f"this is a bug: {type(fault).__name__}: {printable(str(fault))}",
+        f"report it with what `{PROGRAM} env` prints; -v shows where it happened",
+        FAILED,
+        is_bug=True,
+    )
+
+
+def interrupted(argv: Sequence[str]) -> Failure:
+    """Return what to tell a user who stopped a command with these arguments."""
+    hint = ""
+    if argv[:1] == ("convert",) and "--dry-run" not in argv:
+        resume = () if "--resume" in argv else ("--resume",)
+        hint = f"finished shards stay; go on with: {shlex.join([PROGRAM, *argv, *resume])}"
+    return Failure("stopped", hint, INTERRUPTED)
+
+
+def _wrong_call(fault: Any) -> Failure:
+    message = str(fault.format_message()).rstrip(".").replace("'", "`")
+    context = getattr(fault, "ctx", None)
+    command = context.command_path if context else PROGRAM
+    return Failure(
+        message[:1].lower() + message[1:], f"`{command} --help` lists what it takes", USAGE
+    )

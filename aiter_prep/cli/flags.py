@@ -1,0 +1,71 @@
+"""Flags that several commands share, and what their help says about exit codes."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import typer
+
+from aiter_prep.cli.output import Output
+
+Json: TypeAlias = Annotated[
+    bool,
+    typer.Option("--json", envvar="AITER_PREP_JSON", help="Print the result as one JSON object."),
+]
+Quiet: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", envvar="AITER_PREP_QUIET", help="No progress and no hints on stderr."
+    ),
+]
+Verbose: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        envvar="AITER_PREP_VERBOSE",
+        help="More detail, and the tracebacks of bugs.",
+    ),
+]
+MaxShardSize: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--max-shard-size",
+        metavar="SIZE",
+        envvar="AITER_PREP_MAX_SHARD_SIZE",
+        help="Limit for a shard's data: bytes, or a number with KB, MB, GB, KiB, MiB, GiB.",
+    ),
+]
+
+EXIT_CODES = {
+    0: "done",
+    1: "failed, or a bug",
+    2: "the call is wrong",
+    3: "the data is not what the manifest says",
+    10: "the source is missing, truncated or inconsistent",
+    11: "no rule for this family, dtype, layout, target or split",
+    12: "the output folder is not empty",
+    130: "stopped by Ctrl-C or SIGTERM",
+}
+
+
+def exit_codes(*codes: int, **words: str) -> str:
+    """Return the end of a command's help: the exit codes that it has, besides 0, 1, 2 and 130.
+
+    Args:
+        codes: The others.
+        words: Other words for one of them, as `code_0="done"`.
+    """
+    lines = [
+        f"  {code:>3}  {words.get(f'code_{code}', EXIT_CODES[code])}"
+        for code in sorted({0, 1, 2, 130, *codes})
+    ]
+    # \b: Click keeps these lines as they are
+    return "\n".join(["\b", "Exit codes (take an unknown one for a failure):", *lines])
+
+
+def output_of(context: typer.Context, *, as_json: bool, quiet: bool, verbose: bool) -> Output:
+    """Return the output of this run, with a command's flags."""
+    output = context.obj
+    assert isinstance(output, Output)
+    return output.configure(as_json=as_json, quiet=quiet, verbose=verbose)

@@ -1,0 +1,169 @@
+"""`aiter-prep inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aiter_prep.cli import words
+from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.plan_words import group_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from aiter_prep.cli.output import Output
+    from aiter_prep.inspection import (
+        Outlook,
+        PreparedInspection,
+        SourceInspection,
+        UnfinishedInspection,
+    )
+
+SCHEMA = "aiter-prep/inspect/1"
+GPUS_OF_A_HOST = 8
+
+
+def inspect(
+    context: typer.Context,
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a prepared folder.")
+    ],
+    *,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what a folder holds.
+
+    For a checkpoint also what a conversion would write; for a prepared folder what was done. No
+    tensor is read.
+    """
+    from aiter_prep import inspection
+
+    output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    found = inspection.inspect_path(path)
+    output.document(SCHEMA, found.to_json())
+    if isinstance(found, inspection.SourceInspection):
+        output.lines(*_source_lines(found))
+        _source_hint(output, path, found)
+    elif isinstance(found, inspection.PreparedInspection):
+        output.lines(*_prepared_lines(found))
+        output.next_command("check it with", "verify", str(path))
+    else:
+        output.lines(*_unfinished_lines(found))
+        output.hint("repeat the command that began it, with --resume")
+
+
+def _source_lines(found: SourceInspection) -> Iterator[str]:
+    yield f"{found.name}: {found.architecture} ({found.model_type})"
+    yield (
+        f"  {words.count(found.tensors, 'tensor')}, {words.count(found.shards, 'shard')}, "
+        f"{words.size(found.total_bytes)}"
+    )
+    if found.groups:
+        yield "experts"
+    for group in found.groups:
+        yield f"  {group_line(group)}, {words.size(group.total_bytes)}"
+    yield "bytes by role"
+    rows = [
+        (role.replace("_", " "), words.size(total), words.percent(total, found.total_bytes))
+        for role, total in found.roles.items()
+    ]
+    yield from words.columns(rows, right=[1, 2])
+    yield from _outlook_lines(found.outlooks)
+    for problem in found.problems:
+        yield f"problem: {problem}"
+    for warning in found.warnings:
+        yield f"warning: {warning}"
+
+
+def _outlook_lines(outlooks: tuple[Outlook, ...]) -> Iterator[str]:
+    """Yield what each target would write; chips that would write the same share the lines."""
+    from aiter_prep.inspection.model import compact
+
+    alike: dict[tuple[object, ...], list[Outlook]] = {}
+    for outlook in outlooks:
+        key = (outlook.target, outlook.workable_tp, outlook.forecasts, outlook.refusal)
+        alike.setdefault(key, []).append(outlook)
+    for members in alike.values():
+        first = members[0]
+        chips = ", ".join(outlook.gfx for outlook in members)
+        if first.refusal:
+            yield f"{first.target} on {chips}: {first.refusal}"
+            continue
+        yield f"{first.target} on {chips}: --tp {compact(first.workable_tp)}"
+        rows = [("--tp", "one rank", "all shards", "padding")]
+        rows += [
+            (
+                str(forecast.tp),
+                words.size(forecast.rank_bytes),
+                words.size(forecast.total_bytes),
+                words.percent(forecast.padding_bytes, forecast.total_bytes),
+            )
+            for forecast in first.forecasts
+        ]
+        yield from words.columns(rows, right=[0, 1, 2, 3])
+
+
+def _source_hint(output: Output, path: Path, found: SourceInspection) -> None:
+    if found.problems:
+        output.hint("`convert` would refuse this checkpoint, and say what can be done, if anything")
+    elif sizes := next((o.workable_tp for o in found.outlooks if o.workable_tp), ()):
+        tp = max((n for n in sizes if n <= GPUS_OF_A_HOST), default=sizes[0])
+        output.next_command("convert it with", "convert", str(path), "--tp", str(tp))
+
+
+def _prepared_lines(found: PreparedInspection) -> Iterator[str]:
+    target = found.target
+    ranks = [entry for entry in found.ranks if entry.rank is not None]
+    yield f"{found.folder}: prepared from {found.source['name']}"
+    revision = found.source["revision"]
+    facts = [
+        ("model", f"{found.architecture} ({found.model_type})"),
+        ("revision", revision) if revision else (),
+        ("target", f"{target.get('name')} on {target.get('gfx')}, tp {target.get('tp')}"),
+        ("written by", " ".join(str(found.created_by.get(key)) for key in ("name", "version"))),
+        ("size", words.size(found.total_bytes)),
+        ("padding", f"{words.size(found.padding_bytes)}"),
+        ("layouts", ", ".join(f"{name} ({n} tensors)" for name, n in found.layouts.items())),
+    ]
+    yield from words.columns([row for row in facts if row])
+    if len(ranks) != target.get("tp"):
+        yield f"  holds {len(ranks)} of {target.get('tp')} ranks"
+    yield "experts"
+    for group in found.groups:
+        layers = f", layers {group.layers}" if group.layers else ""
+        yield f"  {group.experts}{layers}: {_facts(group.facts)}"
+    yield "shards"
+    rows = [
+        (
+            "common" if entry.rank is None else f"rank {entry.rank}",
+            words.count(entry.shards, "shard"),
+            words.count(entry.tensors, "tensor"),
+            words.size(entry.total_bytes),
+        )
+        for entry in found.ranks
+    ]
+    yield from words.columns(rows, right=[1, 2, 3])
+    for name, meaning in found.conversions.items():
+        yield f"changed values: {name}: {meaning}"
+    for entry in found.skipped:
+        yield f"left out: {entry.get('name')}: {entry.get('reason')}"
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    return (
+        f"{facts.get('num_experts')} experts, {facts.get('scheme')}, "
+        f"hidden {facts.get('hidden')} (padded {facts.get('padded_hidden')}), "
+        f"intermediate {facts.get('intermediate')} "
+        f"(padded {facts.get('padded_intermediate_per_rank')} per rank), "
+        f"rows {facts.get('row_order')}"
+    )
+
+
+def _unfinished_lines(found: UnfinishedInspection) -> Iterator[str]:
+    yield f"{found.folder}: a conversion has begun this folder and not finished it"
+    yield f"  {words.count(found.shards, 'shard')} finished, {words.size(found.total_bytes)}"

@@ -1,0 +1,166 @@
+"""Where words go: the result to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiter_prep.errors import AiterPrepError
+from aiter_prep.storage.jsontext import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rich.console import Console
+
+    from aiter_prep.execute import Progress
+
+PROGRAM = "aiter-prep"
+MAX_LINE = 4000
+TRUE_WORDS = frozenset({"1", "on", "t", "true", "y", "yes"})
+
+
+class Output:
+    """All that a command says; no control character of a name or a value reaches the terminal.
+
+    Args:
+        argv: The arguments of the program. Until a command has read its flags, they decide
+            whether errors are JSON and whether a bug shows its traceback.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.argv = tuple(argv)
+        self.as_json = _asks(argv, ("--json",), "AITER_PREP_JSON")
+        self.verbose = _asks(argv, ("-v", "--verbose"), "AITER_PREP_VERBOSE")
+        self.quiet = False
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a name may hold what its encoding lacks
+                stream.reconfigure(errors="backslashreplace")
+
+    def configure(self, *, as_json: bool, quiet: bool, verbose: bool) -> Output:
+        """Take over the flags of a command, once they are known."""
+        self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
+        return self
+
+    def lines(self, *lines: str) -> None:
+        """Print lines of the result; nothing where the result is JSON."""
+        if not self.as_json:
+            self._write("".join(f"{printable(line, MAX_LINE)}\n" for line in lines))
+
+    def document(self, schema: str, body: Mapping[str, Any]) -> None:
+        """Print the result as one JSON object, `schema` first; nothing where it is for people."""
+        if self.as_json:
+            self._write(json.dumps({"schema": schema, **body}, indent=2, allow_nan=False) + "\n")
+
+    def warning(self, text: str) -> None:
+        """Say what the user should know before using the result."""
+        self._say("warning", "bold yellow", text)
+
+    def note(self, text: str) -> None:
+        """Say what the program decided; not when it is to be quiet."""
+        if not self.quiet:
+            self._say("note", "bold", text)
+
+    def hint(self, text: str) -> None:
+        """Say what to do next; not when it is to be quiet."""
+        if not self.quiet:
+            self._say("hint", "bold cyan", text)
+
+    def next_command(self, what: str, *arguments: str) -> None:
+        """Hint at the next command, in a form that a shell takes."""
+        self.hint(f"{what}: {shlex.join([PROGRAM, *arguments])}")
+
+    def failure(self, message: str, hint: str, exit_code: int) -> None:
+        """Say why there is no result: to stderr, or as the JSON object on stdout."""
+        if self.as_json:
+            body = {"exit_code": exit_code, "error": message, "hint": hint}
+            self.document("aiter-prep/error/1", body)
+            return
+        self._say("error", "bold red", message)
+        if hint:
+            self._say("hint", "bold cyan", hint)
+
+    def trace(self, text: str) -> None:
+        """Show the traceback of a bug."""
+        for line in text.splitlines():
+            self._say("", "", line)
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[[Progress], None] | None]:
+        """Show how far a run is, on stderr, while the context is open."""
+        if self.quiet or sys.stderr is None:
+            yield None
+            return
+        from aiter_prep.cli.progress import showing
+
+        console = self._console()
+        with showing(console, label) as update:
+            yield update
+
+    def close(self, exit_code: int) -> int:
+        """Bring the result out; return the exit code, or 1 where the result could not be written.
+
+        A reader that has seen enough (`| head`) is no failure.
+        """
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            _silence(sys.stdout.fileno())
+        except OSError as fault:
+            failure = self._lost(fault)
+            self.failure(failure.message, failure.hint, failure.exit_code)
+            return exit_code or failure.exit_code
+        return exit_code
+
+    def _write(self, text: str) -> None:
+        if sys.stdout is None:
+            return
+        try:
+            sys.stdout.write(text)
+        except BrokenPipeError:
+            _silence(sys.stdout.fileno())
+        except OSError as fault:
+            raise self._lost(fault) from None
+
+    def _lost(self, fault: OSError) -> AiterPrepError:
+        """Give up stdout; return why."""
+        _silence(sys.stdout.fileno())
+        self.as_json = False  # what is left to say can only be said on stderr
+        return AiterPrepError(f"cannot write the result to stdout: {fault.strerror}")
+
+    def _say(self, label: str, style: str, text: str) -> None:
+        if sys.stderr is None:
+            return
+        from rich.text import Text
+
+        line = Text(f"{label}: " if label else "", style=style)
+        line.append(printable(text, MAX_LINE), style="not bold default")
+        try:
+            self._console().print(line, soft_wrap=True)
+        except BrokenPipeError:
+            _silence(sys.stderr.fileno())
+
+    def _console(self) -> Console:
+        from rich.console import Console
+
+        return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+def _asks(argv: Sequence[str], flags: Sequence[str], variable: str) -> bool:
+    """Return whether arguments hold a flag, before anything has parsed them."""
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    is_default = os.environ.get(variable, "").strip().lower() in TRUE_WORDS
+    return is_default or any(flag in own for flag in flags)
+
+
+def _silence(descriptor: int) -> None:
+    """Send what is still to be written nowhere: nobody reads it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -1,0 +1,56 @@
+"""`aiter-prep restore`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aiter_prep.cli import words
+from aiter_prep.cli.flags import Json, MaxShardSize, Quiet, Verbose, output_of
+from aiter_prep.cli.values import parse_size
+
+SCHEMA = "aiter-prep/restore/1"
+
+
+def restore(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; empty or not there.")
+    ],
+    *,
+    max_shard_size: MaxShardSize = "5GB",
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Undo a conversion.
+
+    Writes the Hugging Face checkpoint again that a folder was prepared from: every tensor with its
+    name, dtype, shape and bytes.
+    """
+    from aiter_prep.restore import restore as undo
+
+    output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    limit = parse_size(max_shard_size)
+    with output.progress("restoring") as progress:
+        done = undo(folder, out, max_shard_bytes=limit, progress=progress)
+    output.lines(
+        f"restored {folder} to {done.folder}",
+        f"  {words.count(done.tensors, 'tensor')}, {words.count(done.shards, 'shard')}, "
+        f"{words.size(done.total_bytes)}",
+        *(f"  {note}" for note in done.notes),
+    )
+    output.document(
+        SCHEMA,
+        {
+            "folder": str(done.folder),
+            "tensors": done.tensors,
+            "shards": done.shards,
+            "total_bytes": done.total_bytes,
+            "notes": list(done.notes),
+        },
+    )
+    output.next_command("look at it with", "inspect", str(out))

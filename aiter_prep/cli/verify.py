@@ -1,0 +1,117 @@
+"""`aiter-prep verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aiter_prep.cli import words
+from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.errors import DataMismatch, InvalidUsage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiter_prep.storage.checkpoint import Checkpoint
+    from aiter_prep.verify import Problem, Report
+
+SCHEMA = "aiter-prep/verify/1"
+
+
+def verify(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
+    *,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Also undo the layouts and compare with this folder or Hub id, byte by byte.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check headers and sizes only; read no tensor.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Prove that a prepared folder is sound.
+
+    Reads every byte and compares it with the manifest: digests, headers, sizes, names.
+    """
+    from aiter_prep.verify import verify as check
+
+    output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    if quick and source is not None:
+        raise InvalidUsage("--quick reads no tensor, so it cannot compare with a --source")
+    original = None if source is None else _opened(source, folder, quiet=quiet)
+    with output.progress("verifying") as progress:
+        report = check(folder, source=original, quick=quick, progress=progress)
+    depth = "quick" if quick else "full" if source is None else "source"
+    output.lines(*_lines(report, depth))
+    output.document(SCHEMA, _body(report, depth))
+    if not report.is_clean:
+        output.hint("the folder is not what it says: convert again, or copy it again")
+        raise typer.Exit(DataMismatch.exit_code)
+    if depth == "full":
+        name = str(folder)
+        output.next_command("compare with its source", "verify", name, "--source", "SOURCE")
+
+
+def _opened(source: str, folder: Path, *, quiet: bool) -> Checkpoint:
+    """Open the source; a Hub id at the commit that the folder was made from."""
+    from aiter_prep.manifest import read_manifest
+    from aiter_prep.storage.hub import is_hub_id, open_source
+
+    revision = None
+    if is_hub_id(source):
+        revision = read_manifest(folder).source.get("revision")
+    return open_source(source, revision, quiet=quiet)
+
+
+DEPTHS = {
+    "quick": "headers and sizes are as the manifest says; no tensor was read",
+    "full": "every byte is as the manifest says",
+    "source": "every byte is as the manifest says, and the source comes back from it",
+}
+
+
+def _lines(report: Report, depth: str) -> Iterator[str]:
+    for problem in report.problems:
+        yield _problem_line(problem)
+    read = (
+        f"{words.count(report.shards, 'shard')}, {words.count(report.tensors, 'tensor')}, "
+        f"{words.size(report.total_bytes)} read"
+    )
+    if report.is_clean:
+        yield f"{report.folder}: {DEPTHS[depth]}"
+        yield f"  {read}"
+    else:
+        yield f"{report.folder}: {words.count(len(report.problems), 'problem')} ({read})"
+    for note in report.notes:
+        yield f"  {note}"
+
+
+def _problem_line(problem: Problem) -> str:
+    tensor = f" `{problem.tensor}`" if problem.tensor is not None else ""
+    rank = f" of rank {problem.rank}" if problem.rank is not None else ""
+    return f"{problem.file}:{tensor}{rank} {problem.what}"
+
+
+def _body(report: Report, depth: str) -> dict[str, Any]:
+    return {
+        "folder": str(report.folder),
+        "depth": depth,
+        "is_clean": report.is_clean,
+        "problems": [
+            {"file": p.file, "tensor": p.tensor, "rank": p.rank, "what": p.what}
+            for p in report.problems
+        ],
+        "shards": report.shards,
+        "tensors": report.tensors,
+        "total_bytes": report.total_bytes,
+        "notes": list(report.notes),
+    }

@@ -1,0 +1,1 @@
+"""Loaders; the only rooms that import an engine."""

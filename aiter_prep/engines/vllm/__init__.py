@@ -1,0 +1,1 @@
+"""The plugin that lets vLLM serve prepared folders."""

@@ -1,0 +1,57 @@
+"""What could keep a plan from being carried out, though it is sound."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+from aiter_prep.errors import OutputNotEmpty
+from aiter_prep.storage.checkpoint import MANIFEST_FILE
+from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.output import _check_ours, _check_room_for_writing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from aiter_prep.plan.make import Plan
+
+
+def obstacles(plan: Plan, out: Path, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
+    """Return why writing a plan into a folder would fail now; empty if nothing is in the way."""
+    return tuple(_obstacles(plan, out, resume=resume, overwrite=overwrite))
+
+
+def check_room(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Check that a conversion may write into a folder, before anything else takes its time.
+
+    Raises:
+        OutputNotEmpty: It may not.
+    """
+    if overwrite and (out / MANIFEST_FILE).exists():
+        _check_ours(out)
+    else:
+        _check_room_for_writing(out, resume=resume, overwrite=overwrite)
+
+
+def free_bytes(out: Path) -> int:
+    """Return the bytes that are free on the disk that would hold a folder."""
+    folder = out.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _obstacles(plan: Plan, out: Path, *, resume: bool, overwrite: bool) -> Iterator[str]:
+    try:
+        check_room(out, resume=resume, overwrite=overwrite)
+    except OutputNotEmpty as fault:
+        yield f"{fault.message}; {fault.hint}" if fault.hint else fault.message
+    needed = sum(
+        shard.layout.total_bytes
+        for shard in plan.shards
+        if not (resume and (out / shard.file).exists())
+    )
+    free = free_bytes(out)
+    if free < needed:
+        yield f"`{printable(str(out))}` needs {needed} bytes, its disk has {free} free"
