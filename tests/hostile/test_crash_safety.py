@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -99,7 +100,6 @@ OUTPUT_FAULTS: list[tuple[str, int, int]] = [
     ("write", 1, errno.ENOSPC),
     ("write", 3, errno.EIO),
     ("fsync", 1, errno.EIO),
-    ("fsync", 9, errno.EIO),
     ("rename", 1, errno.EIO),
     ("rename", 27, errno.ENOSPC),
     ("rename", 28, errno.ENOSPC),
@@ -135,6 +135,20 @@ def check_no_partial_file(scene: Scene) -> None:
     assert {n: d for n, d in found.items() if n not in (JOURNAL, LOCK)}.items() <= (
         scene.expected.items()
     )
+
+
+def test_a_file_that_cannot_be_brought_to_the_disk_is_not_kept(scene: Scene) -> None:
+    def act(_call: str, function: Callable[..., object], arguments: tuple[int]) -> object:
+        if stat.S_ISREG(os.fstat(arguments[0]).st_mode) and injector.counts["fsync"] > 9:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return function(*arguments)
+
+    injector = Injector([Fault("fsync", 0, act)])
+    with injector, pytest.raises(AiterPrepError, match="Input/output error"):
+        scene.convert()
+    check_no_partial_file(scene)
+    scene.convert(resume=True)
+    crashes._check_whole(scene)
 
 
 def test_a_disk_that_is_full_from_some_point_on_is_survived(scene: Scene) -> None:
