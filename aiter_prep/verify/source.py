@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aiter_prep._version import __version__
 from aiter_prep.backends.table import backend_named
 from aiter_prep.errors import AiterPrepError, DataMismatch
 from aiter_prep.execute.comparison import ComparisonSink
 from aiter_prep.execute.jobs import Context, run_block
-from aiter_prep.execute.record import plan_arguments, wrapped_config
+from aiter_prep.execute.record import differing_fields, plan_arguments, wrapped_config
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, MAX_JSON_BYTES
 from aiter_prep.storage.files import read_whole
@@ -30,6 +31,7 @@ from aiter_prep.verify.report import Problem
 
 if TYPE_CHECKING:
     from aiter_prep.manifest import Manifest, TensorRecord
+    from aiter_prep.plan import Plan
     from aiter_prep.storage.checkpoint import Checkpoint
     from aiter_prep.verify.findings import Findings
 
@@ -62,25 +64,38 @@ class SourceCheck:
                     self._findings.add(record.file, fault.message, record)
             for record in common_records(self._manifest):
                 self._compare_common(undoer, record, source, stored, reader)
-        if self._manifest.lossy:
-            self._compare_lossy(source)
+        plan = self._plan(source)
+        if plan is not None and self._manifest.lossy:
+            self._compare_lossy(plan)
         if lost:
             self._findings.notes.append(
                 f"{lost} negative zeros (FP8 byte 0x80) of the source are zeros on "
                 f"{self._manifest.target.get('gfx')}"
             )
 
-    def _compare_lossy(self, source: Checkpoint) -> None:
-        """Compute what cannot be undone from the source again, and compare."""
-        sink = ComparisonSink(self._folder, self._manifest)
+    def _plan(self, source: Checkpoint) -> Plan | None:
+        """Plan the conversion again, and compare what the manifest says with what it should.
+
+        What another version of this program would write may differ, and nothing is wrong with it.
+        """
+        is_ours = self._manifest.created_by["version"] == __version__
+        if not (is_ours or self._manifest.lossy):
+            return None
         try:
             plan = make_plan(source, **plan_arguments(self._manifest))
         except AiterPrepError as fault:
             self._findings.add(
                 MANIFEST_FILE, f"does not lead from the source to a plan: {fault.message}"
             )
-            return
-        with FolderReader(source.folder) as reader:
+            return None
+        for field in differing_fields(plan, self._manifest) if is_ours else ():
+            self._findings.add(MANIFEST_FILE, f"`{field}` is not what the source leads to")
+        return plan
+
+    def _compare_lossy(self, plan: Plan) -> None:
+        """Compute what cannot be undone from the source again, and compare."""
+        sink = ComparisonSink(self._folder, self._manifest)
+        with FolderReader(plan.checkpoint.folder) as reader:
             backend = backend_named("cpu")
             context = Context(
                 reader, sink, Scratch(), backend, threading.Event(), self._findings.advance

@@ -81,10 +81,11 @@ class StoredCheck:
                 self._findings.add(file.name, "has other bytes than the manifest says")
 
     def manifest_file(self) -> None:
-        """Note the SHA-256 of the manifest itself, whose own digest was checked already."""
-        if self._with_sha256:
-            data = read_whole(self._folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
-            self._note_sha256(MANIFEST_FILE, data)
+        """Check the text of the manifest: its own digest stands for what it says, not for that."""
+        data = read_whole(self._folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        self._note_sha256(MANIFEST_FILE, data)
+        if data != self._manifest.to_json():
+            self._findings.add(MANIFEST_FILE, "is spelled otherwise than it was written")
 
     def _note_sha256(self, name: str, data: bytes) -> None:
         if self._with_sha256:
