@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,29 +86,35 @@ def of_files(folder: Path, rng: random.Random) -> Iterator[Mutation]:
     for name in names:
         size = (folder / name).stat().st_size
         for length in {0, 1, size // 2, size - 1, rng.randrange(size)}:
-            yield _on_file(name, f"cut to {length}", lambda data, n=length: data[:n])
+            yield _on_file(name, f"cut to {length}", partial(_cut, length))
         yield _on_file(name, "lengthened", lambda data: data + b"\0")
-        yield Mutation(f"{name} removed", lambda place, n=name: (place / n).unlink())
+        yield Mutation(f"{name} removed", partial(_remove, name))
     for added in ("x", "x.safetensors", "model-rank-9-part-0.safetensors", "model.safetensors"):
-        yield Mutation(f"{added} added", lambda place, n=added: _write(place / n, b"x"))
+        yield Mutation(f"{added} added", partial(_add, added))
     for one, other in itertools.combinations([n for n in names if n != MANIFEST], 2):
-        yield Mutation(
-            f"{one} and {other} swapped", lambda place, a=one, b=other: _swap(place, a, b)
-        )
+        yield Mutation(f"{one} and {other} swapped", partial(_swap, one, other))
+
+
+def _cut(length: int, data: bytes) -> bytes:
+    return data[:length]
+
+
+def _remove(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+
+
+def _add(name: str, folder: Path) -> None:
+    (folder / name).write_bytes(b"x")
 
 
 def _on_file(name: str, what: str, change: Callable[[bytes], bytes]) -> Mutation:
     def apply(folder: Path) -> None:
-        _write(folder / name, change((folder / name).read_bytes()))
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
 
     return Mutation(f"{name} {what}", apply)
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
-def _swap(folder: Path, one: str, other: str) -> None:
+def _swap(one: str, other: str, folder: Path) -> None:
     (folder / one).rename(folder / "between")
     (folder / other).rename(folder / one)
     (folder / "between").rename(folder / other)
