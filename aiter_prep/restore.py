@@ -20,8 +20,9 @@ from aiter_prep.storage.digest import Digest, digest_of
 from aiter_prep.storage.durable import sync_folder, write_whole
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import LOCK_FILE
+from aiter_prep.storage.guards import lock_folder
 from aiter_prep.storage.jsontext import printable
-from aiter_prep.storage.output import ShardFile, lock_folder
+from aiter_prep.storage.output import ShardFile
 from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.storage.shard import ShardLayout, lay_out_shard
 from aiter_prep.undo import (

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep import _version
+from aiter_prep.backends.table import backend_named
 from aiter_prep.manifest import (
     FileRecord,
     Lost,
@@ -18,6 +19,7 @@ from aiter_prep.manifest import (
 )
 from aiter_prep.storage.checkpoint import METHOD
 from aiter_prep.storage.digest import digest_of, tree_digest
+from aiter_prep.storage.output import Written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from aiter_prep.plan.shards import Shard
     from aiter_prep.plan.steps import Piece, Stack, Step
     from aiter_prep.storage.header import TensorInfo
-    from aiter_prep.storage.output import Written
 
 FORMAT_VERSION = 1
 
@@ -75,6 +76,23 @@ def manifest_of(
         tensors=tuple(_tensors(plan, done)),
         skipped=tuple({"name": name, "reason": reason} for name, reason in plan.skipped),
     )
+
+
+def differing_fields(plan: Plan, manifest: Manifest) -> list[str]:
+    """Return the fields of a manifest that are not what a plan leads to, digests apart.
+
+    Who made the folder, and where its source lay, follow from no plan.
+    """
+    done: dict[str, dict[str, Written]] = {shard.file: {} for shard in plan.shards}
+    for record in manifest.tensors:
+        lost = () if record.lost is None else (record.lost.count, record.lost.positions)
+        done.setdefault(record.file, {})[record.name] = Written(record.digest, *lost)
+    if {s.file: set(s.layout.slots) for s in plan.shards} != {f: set(n) for f, n in done.items()}:
+        return ["shards"]
+    files = [(file.name, file.size, file.digest) for file in manifest.files]
+    wanted = manifest_of(plan, backend_named("cpu"), done, files)
+    fields = ("target", "model", "options", "layouts", "conversions", "shards", "tensors")
+    return [f for f in (*fields, "skipped") if getattr(wanted, f) != getattr(manifest, f)]
 
 
 def plan_arguments(manifest: Manifest) -> dict[str, Any]:

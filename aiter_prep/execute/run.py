@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 
 from aiter_prep._version import __version__
 from aiter_prep.backends.table import Backend, choose_backend
-from aiter_prep.errors import AiterPrepError, BadSource, Interrupted, InvalidUsage
+from aiter_prep.errors import AiterPrepError, Interrupted, InvalidUsage
 from aiter_prep.execute.jobs import Context, copy_tensors, run_block
 from aiter_prep.execute.record import manifest_of, wrapped_config
 from aiter_prep.execute.shardset import ShardSet
+from aiter_prep.execute.source import check_source_unchanged, read_small_file
 from aiter_prep.storage import jsontext
-from aiter_prep.storage.checkpoint import CONFIG_FILE, read_json_file
+from aiter_prep.storage.checkpoint import CONFIG_FILE
 from aiter_prep.storage.digest import digest_of
-from aiter_prep.storage.files import read_whole
-from aiter_prep.storage.folder import MAX_SMALL_FILE_BYTES
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder
 from aiter_prep.storage.reader import FolderReader
@@ -121,10 +120,10 @@ def fingerprint_of(plan: Plan) -> str:
                 ],
                 "target": [plan.target.name, plan.gfx, list(plan.ranks), plan.options],
                 "options": [
-                    plan.max_shard_bytes,
-                    list(plan.as_common),
-                    plan.trust_tensors,
+                    plan.as_common,
                     plan.fuse_shared_experts,
+                    plan.max_shard_bytes,
+                    plan.trust_tensors,
                 ],
                 "parallel": [plan.parallel.tp, plan.parallel.ep, plan.parallel.placement],
             }
@@ -153,7 +152,7 @@ def _execute(
         shards = ShardSet(output, plan.shards)
         try:
             _run_jobs(plan, _Run(reader, shards, backend, workers, progress))
-            _check_source_unchanged(plan)
+            check_source_unchanged(plan)
         except BaseException:
             shards.discard()
             raise
@@ -258,35 +257,8 @@ def _write_files(plan: Plan, output: OutputFolder) -> Iterator[tuple[str, int, s
         if name == CONFIG_FILE:
             data = wrapped_config(plan.checkpoint.config)
         else:
-            data = _read_small_file(plan, name)
+            data = read_small_file(plan, name)
         yield (name, *output.write_file(name, data))
-
-
-def _read_small_file(plan: Plan, name: str) -> bytes:
-    try:
-        return read_whole(plan.checkpoint.folder / name, MAX_SMALL_FILE_BYTES)
-    except OSError as fault:
-        raise BadSource(f"cannot read `{printable(name)}`: {fault.strerror}") from None
-
-
-def _check_source_unchanged(plan: Plan) -> None:
-    folder = plan.checkpoint.folder
-    for header in plan.checkpoint.headers:
-        try:
-            status = (folder / header.file).stat()
-        except OSError as fault:
-            raise BadSource(f"cannot read `{printable(header.file)}`: {fault.strerror}") from None
-        if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
-            raise _changed(header.file)
-    if read_json_file(folder / CONFIG_FILE) != plan.checkpoint.config:
-        raise _changed(CONFIG_FILE)
-
-
-def _changed(file: str) -> BadSource:
-    return BadSource(
-        f"`{printable(file)}` changed while it was read",
-        "nothing was sealed: convert again when the source is at rest, with --overwrite",
-    )
 
 
 def _refuse_overlap(source: Path, out: Path) -> None:

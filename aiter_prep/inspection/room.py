@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from aiter_prep.errors import OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
+from aiter_prep.storage.guards import check_ours, check_room_for_writing
 from aiter_prep.storage.jsontext import printable
-from aiter_prep.storage.output import _check_ours, _check_room_for_writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,9 +29,9 @@ def check_room(out: Path, *, resume: bool, overwrite: bool) -> None:
         OutputNotEmpty: It may not.
     """
     if overwrite and (out / MANIFEST_FILE).exists():
-        _check_ours(out)
+        check_ours(out)
     else:
-        _check_room_for_writing(out, resume=resume, overwrite=overwrite)
+        check_room_for_writing(out, resume=resume, overwrite=overwrite)
 
 
 def free_bytes(out: Path) -> int:

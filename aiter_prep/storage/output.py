@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
 import threading
@@ -15,13 +13,18 @@ from aiter_prep.errors import AiterPrepError, OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.digest import digest_of
 from aiter_prep.storage.durable import sync_folder, write_whole
-from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import (
     JOURNAL_FILE,
     LOCK_FILE,
     PARTIAL_SUFFIX,
     SHARD_NAME,
     partial_file,
+)
+from aiter_prep.storage.guards import (
+    check_ours,
+    check_room_for_writing,
+    has_results,
+    lock_folder,
 )
 from aiter_prep.storage.journal import Journal
 from aiter_prep.storage.jsontext import printable
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
 
     from aiter_prep.storage.buffers import Bytes
     from aiter_prep.storage.shard import ShardLayout
-
-MAX_MANIFEST_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +128,15 @@ class OutputFolder:
         recover(folder)
         self._replaces = overwrite and (folder / MANIFEST_FILE).exists()
         if self._replaces:
-            _check_ours(folder)
+            check_ours(folder)
         self.folder = work_folder(folder) if self._replaces else folder
-        _check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
+        check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.folder)
         self._journal = Journal(self.folder)
         try:
             # another run may have ended while we waited for the lock
-            _check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
+            check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
             self._begin(resume=resume)
         except BaseException:
             self._unlock()
@@ -232,7 +233,9 @@ class OutputFolder:
 
     def _read_journal(self) -> dict[str, dict[str, Written]]:
         entries = self._journal.entries()
-        if entries and entries[0].get("fingerprint") != self._fingerprint:
+        # a kill before the first line was whole left nothing else
+        is_fresh = not entries and not has_results(self.folder)
+        if not is_fresh and (not entries or entries[0].get("fingerprint") != self._fingerprint):
             raise OutputNotEmpty(
                 f"`{printable(str(self.final))}` was begun from another source or with other "
                 "options",
@@ -262,78 +265,6 @@ def _looks_like(path: Path, layout: ShardLayout) -> bool:
             return size == layout.total_bytes and file.read(len(layout.header)) == layout.header
     except OSError:
         return False
-
-
-def _check_room_for_writing(folder: Path, *, resume: bool, overwrite: bool) -> None:
-    if not folder.exists():
-        return
-    name = printable(str(folder))
-    if not folder.is_dir():
-        raise OutputNotEmpty(f"`{name}` is not a folder")
-    names = {path.name for path in folder.iterdir()} - {LOCK_FILE}
-    if not names:
-        return
-    is_ours_to_finish = JOURNAL_FILE in names and (resume or overwrite)
-    if MANIFEST_FILE in names and not is_ours_to_finish:
-        raise OutputNotEmpty(
-            f"`{name}` is a prepared folder already",
-            "choose another output folder, or replace it with --overwrite",
-        )
-    if JOURNAL_FILE not in names:
-        raise OutputNotEmpty(
-            f"`{name}` is not empty and not of our making", "choose another output folder"
-        )
-    if not (resume or overwrite):
-        raise OutputNotEmpty(
-            f"`{name}` holds an unfinished run",
-            "finish it with --resume, or start anew with --overwrite",
-        )
-
-
-def _check_ours(folder: Path) -> None:
-    """Check that a prepared folder holds nothing but what its manifest names.
-
-    Raises:
-        OutputNotEmpty: It does.
-    """
-    try:
-        manifest = json.loads(read_whole(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
-        known = {entry["file"] for entry in manifest["shards"]}
-        known |= {entry["name"] for entry in manifest["files"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        known = set()
-    known |= {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE}
-    extra = sorted({path.name for path in folder.iterdir()} - known)
-    if extra:
-        raise OutputNotEmpty(
-            f"`{printable(str(folder))}` holds `{printable(extra[0])}`, which its manifest does "
-            f"not name ({len(extra)} such)",
-            "move it away first: --overwrite replaces nothing but a prepared folder",
-        )
-
-
-def lock_folder(folder: Path) -> int:
-    """Take the folder's lock; it falls with the process that holds it.
-
-    Raises:
-        OutputNotEmpty: Another process holds it.
-    """
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # a run that ended meanwhile took its file away, and another may have made one anew
-        is_current = os.path.samestat(os.fstat(descriptor), (folder / LOCK_FILE).stat())
-    except (BlockingIOError, FileNotFoundError):
-        is_current = False
-    except OSError:
-        os.close(descriptor)
-        raise
-    if not is_current:
-        os.close(descriptor)
-        raise OutputNotEmpty(
-            f"another process is writing `{printable(str(folder))}`", "wait for it to end"
-        )
-    return descriptor
 
 
 def _remove_partial_files(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A kill at any moment leaves no manifest or a complete folder, and `resume` ends in the same bytes.
+"""A kill at any moment leaves no manifest or a complete folder, and resume ends in the same bytes.
 
 The runs are killed with SIGKILL before a chosen change of the file system (an open for writing, a
 write, fsync, rename, unlink, mkdir, truncation or lock), or in the middle of a write.
@@ -23,19 +23,19 @@ from aiter_prep.restore import restore
 from aiter_prep.verify import verify
 from prepared import JOURNAL, LOCK, MANIFEST, contents, plan_of, prepare, problems_of, stamps
 
-SERVER = Path(__file__).with_name("kill_server.py")
+PROGRAM = Path(__file__).with_name("killed_runs.py")
 QUICK_POINTS = 20
 LONG_POINTS = 200
 TP = 2
 SHARD_BYTES = 10_000
 
 
-class Server:
+class Runner:
     """The program that runs conversions and kills them."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def run(self, source: Path, out: Path, kill_at: int, **more: Any) -> int:
@@ -71,11 +71,11 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def runner() -> Iterator[Runner]:
     """The program, started once."""
-    server = Server()
-    yield server
-    server.close()
+    runner = Runner()
+    yield runner
+    runner.close()
 
 
 class Scene(NamedTuple):
@@ -150,55 +150,55 @@ def finish(scene: Scene, out: Path) -> None:
 
 
 def kill_and_resume(
-    server: Server, scene: Scene, folder: Path, points: int, **options: Any
+    runner: Runner, scene: Scene, folder: Path, points: int, **options: Any
 ) -> None:
-    count = server.run(scene.source, folder / "whole", 0, **options)
+    count = runner.run(scene.source, folder / "whole", 0, **options)
     assert contents(folder / "whole") == scene.fresh
     for point in spread_over(count, points):
         out = folder / f"out-{point}"
-        assert server.run(scene.source, out, point, **options) == 0
+        assert runner.run(scene.source, out, point, **options) == 0
         check_after_kill(scene, out)
         finish(scene, out)
 
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_killed_run_leaves_nothing_or_everything_and_resumes_to_the_same_bytes(
-    torn: bool, server: Server, scene: Scene, tmp_path: Path
+    torn: bool, runner: Runner, scene: Scene, tmp_path: Path
 ) -> None:
-    kill_and_resume(server, scene, tmp_path, QUICK_POINTS, torn=torn)
+    kill_and_resume(runner, scene, tmp_path, QUICK_POINTS, torn=torn)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4_gpt_oss"])
 def test_a_run_killed_at_two_hundred_points_resumes_to_the_same_bytes(
-    kind: str, torn: bool, server: Server, tmp_path: Path
+    kind: str, torn: bool, runner: Runner, tmp_path: Path
 ) -> None:
     scene = scene_of(tmp_path / "scene", kind=kind, hidden=64, intermediate=64, layers=4)
-    kill_and_resume(server, scene, tmp_path, LONG_POINTS, torn=torn)
+    kill_and_resume(runner, scene, tmp_path, LONG_POINTS, torn=torn)
 
 
 @pytest.mark.slow
 def test_a_run_of_several_workers_killed_anywhere_resumes_to_the_same_bytes(
-    server: Server, scene: Scene, tmp_path: Path
+    runner: Runner, scene: Scene, tmp_path: Path
 ) -> None:
-    count = server.run(scene.source, tmp_path / "whole", 0, workers=4)
+    count = runner.run(scene.source, tmp_path / "whole", 0, workers=4)
     for point in range(1, count + 1):
         out = tmp_path / f"out-{point}"
-        server.run(scene.source, out, point, workers=4)
+        runner.run(scene.source, out, point, workers=4)
         check_after_kill(scene, out)
         finish(scene, out)
 
 
 def test_every_moment_at_the_end_of_a_run_is_safe(
-    server: Server, scene: Scene, tmp_path: Path
+    runner: Runner, scene: Scene, tmp_path: Path
 ) -> None:
     """From the last shard to the last unlink: here the folder becomes whole."""
-    count = server.run(scene.source, tmp_path / "whole", 0)
+    count = runner.run(scene.source, tmp_path / "whole", 0)
     complete = []
     for point in range(max(1, count - 20), count + 1):
         out = tmp_path / f"out-{point}"
-        assert server.run(scene.source, out, point) == 0
+        assert runner.run(scene.source, out, point) == 0
         check_after_kill(scene, out)
         complete.append((out / MANIFEST).exists())
         finish(scene, out)
@@ -207,12 +207,12 @@ def test_every_moment_at_the_end_of_a_run_is_safe(
     assert complete[-1] is True
 
 
-def test_a_run_may_be_killed_again_and_again(server: Server, scene: Scene, tmp_path: Path) -> None:
+def test_a_run_may_be_killed_again_and_again(runner: Runner, scene: Scene, tmp_path: Path) -> None:
     """Each resumed run is killed a little later; what is finished stays finished."""
     out = tmp_path / "out"
     finished = 0
     for point in range(3, 400, 9):
-        done = server.run(scene.source, out, point, resume=True, torn=point % 2 == 0)
+        done = runner.run(scene.source, out, point, resume=True, torn=point % 2 == 0)
         check_after_kill(scene, out)
         held = len(list(out.glob("*.safetensors"))) if out.exists() else 0
         assert held >= finished
@@ -224,20 +224,20 @@ def test_a_run_may_be_killed_again_and_again(server: Server, scene: Scene, tmp_p
 
 
 def kill_and_replace(
-    server: Server, older: Scene, scene: Scene, folder: Path, points: int
+    runner: Runner, older: Scene, scene: Scene, folder: Path, points: int
 ) -> set[str]:
     """Kill runs that replace a prepared folder; return what lay in its place afterwards."""
     whole = folder / "whole"
     prepare(older.source, whole / "out", TP, max_shard_bytes=SHARD_BYTES)
-    count = server.run(scene.source, whole / "out", 0, overwrite=True)
+    count = runner.run(scene.source, whole / "out", 0, overwrite=True)
     assert contents(whole / "out") == scene.fresh
     seen: set[str] = set()
     for point in spread_over(count, points):
         out = folder / f"at-{point}" / "out"
         prepare(older.source, out, TP, max_shard_bytes=SHARD_BYTES)
-        assert server.run(scene.source, out, point, overwrite=True) == 0
+        assert runner.run(scene.source, out, point, overwrite=True) == 0
         seen.add(state_of(out, older, scene))
-        server.run(scene.source, out, 0, overwrite=True)
+        runner.run(scene.source, out, 0, overwrite=True)
         assert contents(out) == scene.fresh
         assert {path.name for path in out.parent.iterdir()} == {"out"}
     assert stamps(scene.source) == scene.before
@@ -256,24 +256,24 @@ def state_of(out: Path, older: Scene, scene: Scene) -> str:
 
 
 def test_a_kill_while_replacing_leaves_the_old_folder_or_the_new_one(
-    server: Server, older: Scene, scene: Scene, tmp_path: Path
+    runner: Runner, older: Scene, scene: Scene, tmp_path: Path
 ) -> None:
-    assert "old" in kill_and_replace(server, older, scene, tmp_path, QUICK_POINTS)
+    assert "old" in kill_and_replace(runner, older, scene, tmp_path, QUICK_POINTS)
 
 
 @pytest.mark.slow
 def test_a_kill_anywhere_while_replacing_leaves_the_old_folder_or_the_new_one(
-    server: Server, older: Scene, scene: Scene, tmp_path: Path
+    runner: Runner, older: Scene, scene: Scene, tmp_path: Path
 ) -> None:
-    seen = kill_and_replace(server, older, scene, tmp_path, LONG_POINTS)
+    seen = kill_and_replace(runner, older, scene, tmp_path, LONG_POINTS)
     assert seen == {"old", "new"}
 
 
 def test_a_lock_of_a_killed_run_does_not_block(
-    server: Server, scene: Scene, tmp_path: Path
+    runner: Runner, scene: Scene, tmp_path: Path
 ) -> None:
-    count = server.run(scene.source, tmp_path / "whole", 0)
-    assert server.run(scene.source, tmp_path / "out", count // 2) == 0
+    count = runner.run(scene.source, tmp_path / "whole", 0)
+    assert runner.run(scene.source, tmp_path / "out", count // 2) == 0
     assert (tmp_path / "out" / LOCK).exists()
     finish(scene, tmp_path / "out")
     assert not (tmp_path / "out" / LOCK).exists()

@@ -1,0 +1,51 @@
+"""Looks after the source of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiter_prep.errors import BadSource
+from aiter_prep.storage.checkpoint import CONFIG_FILE, read_json_file
+from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.folder import MAX_SMALL_FILE_BYTES
+from aiter_prep.storage.jsontext import printable
+
+if TYPE_CHECKING:
+    from aiter_prep.plan.make import Plan
+
+
+def read_small_file(plan: Plan, name: str) -> bytes:
+    """Read a file that is copied.
+
+    Raises:
+        BadSource: It cannot be read, or is no small file any more.
+    """
+    try:
+        return read_whole(plan.checkpoint.folder / name, MAX_SMALL_FILE_BYTES)
+    except OSError as fault:
+        raise BadSource(f"cannot read `{printable(name)}`: {fault.strerror}") from None
+
+
+def check_source_unchanged(plan: Plan) -> None:
+    """Check that the source is as it was when the plan was made.
+
+    Raises:
+        BadSource: The size or the time of the last change of a shard is another, or the config is.
+    """
+    folder = plan.checkpoint.folder
+    for header in plan.checkpoint.headers:
+        try:
+            status = (folder / header.file).stat()
+        except OSError as fault:
+            raise BadSource(f"cannot read `{printable(header.file)}`: {fault.strerror}") from None
+        if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
+            raise _changed(header.file)
+    if read_json_file(folder / CONFIG_FILE) != plan.checkpoint.config:
+        raise _changed(CONFIG_FILE)
+
+
+def _changed(file: str) -> BadSource:
+    return BadSource(
+        f"`{printable(file)}` changed while it was read",
+        "nothing was sealed: convert again when the source is at rest, with --overwrite",
+    )

@@ -1,0 +1,69 @@
+"""Runs the checks of a prepared folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiter_prep.errors import DataMismatch, InvalidUsage
+from aiter_prep.manifest import read_manifest
+from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.output import is_unfinished
+from aiter_prep.verify.findings import Findings
+from aiter_prep.verify.source import SourceCheck
+from aiter_prep.verify.stored import StoredCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiter_prep.execute import Progress
+    from aiter_prep.storage.checkpoint import Checkpoint
+    from aiter_prep.verify.report import Report
+
+
+def verify(
+    folder: str | Path,
+    *,
+    source: Checkpoint | None = None,
+    quick: bool = False,
+    sha256: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Check a prepared folder.
+
+    Args:
+        folder: The prepared folder.
+        source: Also undo every layout and compare with this checkpoint, byte by byte.
+        quick: Read headers and sizes only.
+        sha256: Also compute the SHA-256 of every file, from what is read anyway.
+        progress: Called now and then.
+
+    Returns:
+        A report; damage is in it, not raised.
+
+    Raises:
+        DataMismatch: There is no manifest that could be checked against.
+        InvalidUsage: `quick` contradicts `source` and `sha256`.
+    """
+    if quick and source is not None:
+        raise InvalidUsage("--quick reads no tensor, so it cannot compare with a --source")
+    if quick and sha256:
+        raise InvalidUsage("--quick reads no tensor, so it has no --sha256sums")
+    folder = Path(folder)
+    if is_unfinished(folder):
+        raise DataMismatch(
+            f"`{printable(str(folder))}` is unfinished: a run has begun it and not sealed it",
+            "finish it with `aiter-prep convert --resume`",
+        )
+    manifest = read_manifest(folder)
+    total = sum(shard.size for shard in manifest.shards)
+    total += 0 if source is None else source.total_bytes
+    findings = Findings(folder, manifest, total, progress)
+    stored = StoredCheck(findings, with_sha256=sha256)
+    stored.names()
+    stored.shards(quick=quick)
+    stored.files()
+    stored.manifest_file()
+    if source is not None and not findings.problems:
+        SourceCheck(findings).against(source)
+    return findings.report(stored.sha256)

@@ -1,0 +1,187 @@
+"""Compares a prepared folder with the source that it was made of."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiter_prep._version import __version__
+from aiter_prep.backends.table import backend_named
+from aiter_prep.errors import AiterPrepError, DataMismatch
+from aiter_prep.execute.comparison import ComparisonSink
+from aiter_prep.execute.jobs import Context, run_block
+from aiter_prep.execute.record import differing_fields, plan_arguments, wrapped_config
+from aiter_prep.plan import make_plan
+from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, MAX_JSON_BYTES
+from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.reader import FolderReader, chunks
+from aiter_prep.storage.scratch import Scratch
+from aiter_prep.undo import (
+    BadPadding,
+    Undoer,
+    Undone,
+    accounted,
+    common_records,
+    require_all_ranks,
+    stacks_of,
+)
+from aiter_prep.verify.report import Problem
+
+if TYPE_CHECKING:
+    from aiter_prep.manifest import Manifest, TensorRecord
+    from aiter_prep.plan import Plan
+    from aiter_prep.storage.checkpoint import Checkpoint
+    from aiter_prep.verify.findings import Findings
+
+
+class SourceCheck:
+    """The checks that need the source too.
+
+    Args:
+        findings: Where to note what is wrong.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._folder = findings.folder
+        self._manifest: Manifest = findings.manifest
+
+    def against(self, source: Checkpoint) -> None:
+        """Undo every layout and compare with the source."""
+        require_all_ranks(self._manifest, "--source")
+        self._compare_names(source)
+        lost = 0
+        with FolderReader(self._folder) as stored, FolderReader(source.folder) as reader:
+            undoer = Undoer(self._folder, self._manifest, stored)
+            for stack in stacks_of(self._manifest):
+                record = stack.records[0]
+                try:
+                    for found in undoer.undo(stack):
+                        lost += self._compare(found, source, reader, record)
+                except DataMismatch as fault:
+                    self._findings.add(record.file, fault.message, record)
+            for record in common_records(self._manifest):
+                self._compare_common(undoer, record, source, stored, reader)
+        plan = self._plan(source)
+        if plan is not None and self._manifest.lossy:
+            self._compare_lossy(plan)
+        if lost:
+            self._findings.notes.append(
+                f"{lost} negative zeros (FP8 byte 0x80) of the source are zeros on "
+                f"{self._manifest.target.get('gfx')}"
+            )
+
+    def _plan(self, source: Checkpoint) -> Plan | None:
+        """Plan the conversion again, and compare what the manifest says with what it should.
+
+        What another version of this program would write may differ, and nothing is wrong with it.
+        """
+        is_ours = self._manifest.created_by["version"] == __version__
+        if not (is_ours or self._manifest.lossy):
+            return None
+        try:
+            plan = make_plan(source, **plan_arguments(self._manifest))
+        except AiterPrepError as fault:
+            self._findings.add(
+                MANIFEST_FILE, f"does not lead from the source to a plan: {fault.message}"
+            )
+            return None
+        for field in differing_fields(plan, self._manifest) if is_ours else ():
+            self._findings.add(MANIFEST_FILE, f"`{field}` is not what the source leads to")
+        return plan
+
+    def _compare_lossy(self, plan: Plan) -> None:
+        """Compute what cannot be undone from the source again, and compare."""
+        sink = ComparisonSink(self._folder, self._manifest)
+        with FolderReader(plan.checkpoint.folder) as reader:
+            backend = backend_named("cpu")
+            context = Context(
+                reader, sink, Scratch(), backend, threading.Event(), self._findings.advance
+            )
+            for block in plan.blocks:
+                run_block(context, block, only_lossy=True)
+        for record in sink.different:
+            self._findings.add(record.file, "differs from what the source gives", record)
+        self._findings.notes.append(
+            f"{len(self._manifest.lossy)} tensors cannot be undone; they were computed again from "
+            "the source and compared"
+        )
+
+    def _compare_names(self, source: Checkpoint) -> None:
+        """Check that every source tensor is accounted for, and the config is the source's."""
+        held = accounted(self._manifest)
+        skipped = {entry["name"] for entry in self._manifest.skipped}
+        for name in sorted(source.tensors.keys() - held.keys() - skipped):
+            file = source.tensors[name].file
+            self._findings.problems.append(
+                Problem(file, name, None, "of the source is not in the folder")
+            )
+        for name in sorted(held.keys() - source.tensors.keys()):
+            self._findings.problems.append(
+                Problem(MANIFEST_FILE, name, None, "is not in the source")
+            )
+        try:
+            config = read_whole(self._folder / CONFIG_FILE, MAX_JSON_BYTES)
+        except OSError:
+            config = b""
+        if config != wrapped_config(source.config):
+            self._findings.add(CONFIG_FILE, "is not the source's, wrapped")
+
+    def _compare(
+        self,
+        found: Undone | BadPadding,
+        source: Checkpoint,
+        reader: FolderReader,
+        record: TensorRecord,
+    ) -> int:
+        """Compare one expert's matrix with the source; return how many bytes were lost."""
+        if isinstance(found, BadPadding):
+            where = "its end" if found.expert is None else f"expert {found.expert}"
+            what = f"{found.count} bytes of the padding of {where} are not as they were written"
+            self._findings.add(found.record.file, what, found.record)
+            return 0
+        info = source.tensors.get(found.tensor.name)
+        if info is None:
+            return 0
+        if (info.dtype, info.shape) != (found.tensor.dtype, found.tensor.shape):
+            self._findings.add(
+                record.file, f"`{info.name}` of the source is another tensor", record
+            )
+            return 0
+        original = np.empty_like(found.matrix)
+        reader.read_into(info.file, info.start + found.offset, original)
+        self._findings.advance(original.nbytes)
+        normal = original if found.lossy is None else found.lossy.normal(original)
+        wrong = int(np.count_nonzero(found.matrix != normal))
+        if wrong:
+            self._findings.add(
+                record.file, f"{wrong} bytes differ from `{info.name}` of the source", record
+            )
+        return int(np.count_nonzero(normal != original)) if normal is not original else 0
+
+    def _compare_common(
+        self,
+        undoer: Undoer,
+        record: TensorRecord,
+        source: Checkpoint,
+        stored: FolderReader,
+        reader: FolderReader,
+    ) -> None:
+        info = source.tensors.get(record.name)
+        if info is None:
+            return
+        try:
+            held = undoer.info(record)
+        except DataMismatch as fault:
+            self._findings.add(record.file, fault.message, record)
+            return
+        if (info.dtype, info.shape) != (held.dtype, held.shape):
+            self._findings.add(record.file, "is another tensor in the source", record)
+            return
+        for (_, ours), (_, theirs) in zip(chunks(held, stored), chunks(info, reader), strict=True):
+            self._findings.advance(theirs.nbytes)
+            if not np.array_equal(ours, theirs):
+                self._findings.add(record.file, "differs from the source", record)
+                return

@@ -1,0 +1,167 @@
+"""Compares a prepared folder with its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiter_prep.errors import AiterPrepError, BadSource
+from aiter_prep.manifest import MAX_MANIFEST_BYTES
+from aiter_prep.storage.checkpoint import MANIFEST_FILE
+from aiter_prep.storage.digest import Digest, digest_of, tree_digest
+from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE
+from aiter_prep.storage.header import read_header
+from aiter_prep.storage.reader import FolderReader, chunks
+from aiter_prep.verify.report import Problem
+
+if TYPE_CHECKING:
+    from aiter_prep.manifest import Manifest, ShardRecord, TensorRecord
+    from aiter_prep.storage.header import Header, TensorInfo
+    from aiter_prep.verify.findings import Findings
+
+
+class StoredCheck:
+    """The checks that need the folder alone.
+
+    Args:
+        findings: Where to note what is wrong.
+        with_sha256: Compute the SHA-256 of every file from what is read anyway.
+    """
+
+    def __init__(self, findings: Findings, *, with_sha256: bool) -> None:
+        self._findings = findings
+        self._folder = findings.folder
+        self._manifest: Manifest = findings.manifest
+        self._with_sha256 = with_sha256
+        self.sha256: dict[str, str] = {}
+
+    def names(self) -> None:
+        """Compare the names in the folder with the manifest, in both directions."""
+        promised = {shard.file for shard in self._manifest.shards}
+        promised |= {file.name for file in self._manifest.files}
+        found = {path.name for path in self._folder.iterdir()}
+        # a kill right behind the manifest leaves the last two; they hold nothing of the model
+        found -= {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE}
+        for name in sorted(promised - found):
+            self._findings.add(name, "is missing")
+        for name in sorted(found - promised):
+            self._findings.add(name, "is not named by the manifest")
+
+    def shards(self, *, quick: bool) -> None:
+        """Check every shard: size, header, and each tensor's digest unless quick."""
+        in_shard: dict[str, dict[str, TensorRecord]] = {s.file: {} for s in self._manifest.shards}
+        for record in self._manifest.tensors:
+            if record.file not in in_shard:
+                self._findings.add(record.file, "is named by a tensor, but not as a shard", record)
+            else:
+                in_shard[record.file][record.name] = record
+        with FolderReader(self._folder) as reader:
+            for shard in self._manifest.shards:
+                if (self._folder / shard.file).exists():
+                    self._shard(shard, in_shard[shard.file], reader, quick=quick)
+
+    def files(self) -> None:
+        """Check the files beside the shards."""
+        for file in self._manifest.files:
+            if not (self._folder / file.name).exists():
+                continue
+            try:
+                data = read_whole(self._folder / file.name, file.size)
+            except OSError as fault:
+                self._findings.add(
+                    file.name, f"cannot be read as the manifest says: {fault.strerror}"
+                )
+                continue
+            self._findings.advance(len(data))
+            self._note_sha256(file.name, data)
+            if (len(data), digest_of(data)) != (file.size, file.digest):
+                self._findings.add(file.name, "has other bytes than the manifest says")
+
+    def manifest_file(self) -> None:
+        """Check the text of the manifest: its own digest stands for what it says, not for that."""
+        data = read_whole(self._folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        self._note_sha256(MANIFEST_FILE, data)
+        if data != self._manifest.to_json():
+            self._findings.add(MANIFEST_FILE, "is spelled otherwise than it was written")
+
+    def _note_sha256(self, name: str, data: bytes) -> None:
+        if self._with_sha256:
+            self.sha256[name] = hashlib.sha256(data).hexdigest()
+
+    def _shard(
+        self,
+        shard: ShardRecord,
+        records: dict[str, TensorRecord],
+        reader: FolderReader,
+        *,
+        quick: bool,
+    ) -> None:
+        try:
+            header = read_header(self._folder / shard.file)
+        except AiterPrepError as fault:
+            self._findings.add(shard.file, fault.message)
+            return
+        if header.file_bytes != shard.size:
+            self._findings.add(shard.file, f"has {header.file_bytes} bytes, not {shard.size}")
+        if header.digest != shard.header_digest:
+            self._findings.add(shard.file, "has another header than the manifest says")
+        self._headers(header, records)
+        promised = [records[t.name].digest for t in header.tensors if t.name in records]
+        if tree_digest(shard.header_digest, promised) != shard.digest:
+            self._findings.add(shard.file, "the digests of its tensors do not add up to its own")
+        if not quick:
+            self._data(header, records, reader)
+
+    def _data(self, header: Header, records: dict[str, TensorRecord], reader: FolderReader) -> None:
+        """Check the digest of every tensor of a shard, in the order in which they lie."""
+        sha256 = hashlib.sha256() if self._with_sha256 else None
+        if sha256 is not None:
+            start = min((info.start for info in header.tensors), default=header.file_bytes)
+            head = np.empty(start, np.uint8)
+            reader.read_into(header.file, 0, head)
+            sha256.update(head)
+        for info in header.tensors:
+            if info.name in records:
+                self._tensor(info, records[info.name], reader, sha256)
+        if sha256 is not None:
+            self.sha256[header.file] = sha256.hexdigest()
+
+    def _headers(self, header: Header, records: dict[str, TensorRecord]) -> None:
+        infos = {info.name: info for info in header.tensors}
+        for name in sorted(records.keys() - infos.keys()):
+            self._findings.add(header.file, "is missing in the header", records[name])
+        for name in sorted(infos.keys() - records.keys()):
+            self._findings.problems.append(
+                Problem(header.file, name, None, "is in the shard, but not in the manifest")
+            )
+        for name in sorted(infos.keys() & records.keys()):
+            info, record = infos[name], records[name]
+            if (info.dtype, info.shape) != (record.dtype, record.shape):
+                self._findings.add(
+                    header.file,
+                    f"is {info.dtype} {list(info.shape)}, not {record.dtype} {list(record.shape)}",
+                    record,
+                )
+
+    def _tensor(
+        self,
+        info: TensorInfo,
+        record: TensorRecord,
+        reader: FolderReader,
+        sha256: hashlib._Hash | None,
+    ) -> None:
+        digest = Digest()
+        try:
+            for _, data in chunks(info, reader):
+                digest.update(data)
+                if sha256 is not None:
+                    sha256.update(data)
+                self._findings.advance(data.nbytes)
+        except BadSource as fault:
+            self._findings.add(info.file, fault.message, record)
+            return
+        if digest.text() != record.digest:
+            self._findings.add(info.file, "has other bytes than the manifest says", record)
