@@ -127,9 +127,14 @@ _WRITE = {"F32": _raw, "F16": _raw, "BF16": _f32_to_bf16}
 
 
 def _widen_f16(data: ByteArray) -> ByteArray:
-    if np.isnan(data.view("<f2")).any():
-        raise NoRule("an F16 scale or bias is NaN", "mend the checkpoint")
-    return data.view("<f2").astype("<f4").view(np.uint8)
+    with np.errstate(invalid="ignore"):
+        wide = data.view("<f2").astype("<f4").view(np.uint8)
+        if not np.array_equal(_narrow_to_f16(wide), data):
+            raise NoRule(
+                "an F16 scale or bias is a signalling NaN, which F32 does not keep",
+                "mend the checkpoint",
+            )
+    return wide
 
 
 def _narrow_to_f16(data: ByteArray) -> ByteArray:

@@ -110,12 +110,7 @@ def test_infinities_and_quiet_nans_come_back(name: str) -> None:
     [
         "bf16_to_f32",
         *(
-            pytest.param(
-                name,
-                marks=pytest.mark.xfail(
-                    strict=True, reason="conversions.py: arithmetic turns a signalling NaN quiet"
-                ),
-            )
+            pytest.param(name)
             for name in READS
             if name.endswith("_times_2") and not name.startswith("e8m0")
         ),

@@ -541,9 +541,6 @@ def test_a_run_with_other_options_is_not_gone_on_with(
     resumed(stopped)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="fingerprint_of: options that only the manifest holds are not in it"
-)
 @pytest.mark.parametrize("options", [{"as_common": ["x.*"]}, {"trust_tensors": True}])
 def test_a_run_whose_manifest_would_differ_is_not_gone_on_with(
     options: dict[str, Any], stopped: Run

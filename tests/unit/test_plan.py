@@ -383,7 +383,6 @@ def test_the_sizes_that_work_are_those_for_which_a_plan_is_made(
             refusal(empty, model, tp)
 
 
-@pytest.mark.xfail(strict=True, reason="cut.py::cut_block: the hint is that of one module alone")
 def test_the_hint_lists_only_sizes_that_every_module_of_the_model_allows(empty: Path) -> None:
     shapes = tiny.shapes_of(tiny.Model(hidden=64, intermediate=96))
     other = tiny.shapes_of(tiny.Model(hidden=64, intermediate=64, layers=2))
