@@ -215,11 +215,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     what = f"`{printable(path.name)}`"
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadSource(f"{what} has no `weight_map`")
-    sound: set[Any] = set()
     for name, file in weight_map.items():
-        if isinstance(file, str) and (file in sound or _is_shard_name(file)):
-            sound.add(file)
-        else:
+        if not isinstance(file, str) or not _is_shard_name(file):
             raise BadSource(
                 f"{what} places `{printable(name)}` in {jsontext.shown(file)}, which is not the "
                 "plain name of a safetensors file in the same folder"

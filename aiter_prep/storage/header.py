@@ -138,50 +138,36 @@ def _metadata(value: Any, what: str) -> dict[str, str]:
     return value
 
 
-class _Lie(ValueError):
-    """What is wrong with an entry of a header."""
-
-
 def _tensor(name: str, entry: Any, file: str, data_start: int) -> TensorInfo:
-    try:
-        dtype, shape, begin, end = _fields(name, entry)
-        _check_size(dtype, shape, end - begin)
-    except (_Lie, NoRule) as fault:
-        where = f"tensor `{printable(name)}` in `{printable(file)}`"
-        if isinstance(fault, NoRule):
-            raise NoRule(f"{where}: {printable(fault.message)}", fault.hint) from None
-        raise BadSource(f"{where} {fault}") from None
-    return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, end - begin)
-
-
-def _fields(name: str, entry: Any) -> tuple[str, list[int], int, int]:
-    """Return the dtype, the shape and the two offsets of an entry."""
+    where = f"tensor `{printable(name)}` in `{printable(file)}`"
     if not is_sound_name(name):
-        raise _Lie(
-            f"has a name that cannot be trusted: {len(name)} characters; at most {MAX_NAME}, and "
-            "no control characters, are allowed"
+        raise BadSource(
+            f"{where} has a name that cannot be trusted: {len(name)} characters; at most "
+            f"{MAX_NAME}, and no control characters, are allowed"
         )
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         begin, end = offsets
     except (KeyError, TypeError, ValueError):
-        raise _Lie("lacks a dtype, a shape or two data offsets") from None
+        raise BadSource(f"{where} lacks a dtype, a shape or two data offsets") from None
     if not isinstance(dtype, str) or not isinstance(shape, list) or len(entry) != len(_FIELDS):
-        raise _Lie("has fields of the wrong kind")
+        raise BadSource(f"{where} has fields of the wrong kind")
     if not all(type(number) is int and 0 <= number <= MAX_DIMENSION for number in shape):
-        raise _Lie(f"has the impossible shape {shown(shape)}")
+        raise BadSource(f"{where} has the impossible shape {shown(shape)}")
     if len(shape) > MAX_AXES:
-        raise _Lie(f"has {len(shape)} axes, the limit is {MAX_AXES}")
+        raise BadSource(f"{where} has {len(shape)} axes, the limit is {MAX_AXES}")
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_OFFSET:
-        raise _Lie(f"has impossible offsets {shown(offsets)}")
-    return dtype, shape, begin, end
-
-
-def _check_size(dtype: str, shape: list[int], size: int) -> None:
-    expected = bytes_of(dtype, shape)
-    if expected != size:
+        raise BadSource(f"{where} has impossible offsets {shown(offsets)}")
+    try:
+        expected = bytes_of(dtype, shape)
+    except NoRule as fault:
+        raise NoRule(f"{where}: {printable(fault.message)}", fault.hint) from None
+    if expected != end - begin:
         takes = "more than any file has" if (expected or 0) > MAX_FILE_BYTES else expected
-        raise _Lie(f"has {size} bytes, but {dtype} {shown(shape)} takes {takes}")
+        raise BadSource(
+            f"{where} has {end - begin} bytes, but {dtype} {shown(shape)} takes {takes}"
+        )
+    return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, end - begin)
 
 
 def is_sound_name(name: str) -> bool:

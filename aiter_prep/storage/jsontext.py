@@ -19,9 +19,6 @@ SMALL_BYTES = 1024 * 1024
 MAX_SHOWN = 20
 
 
-_CONTAINERS = frozenset({dict, list})
-
-
 class JsonFault(ValueError):
     """The text is JSON to a lenient reader, but not to us."""
 
@@ -101,16 +98,16 @@ def _check_density(text: bytes | str) -> None:
 
 
 def _check_depth(document: Any) -> None:
-    level = [document] if type(document) in _CONTAINERS else []
+    level = [document]
     for _ in range(MAX_DEPTH):
-        if not level:
-            return
         level = [
             child
             for value in level
-            for child in (value.values() if type(value) is dict else value)
-            if type(child) in _CONTAINERS
+            if isinstance(value, (dict, list))
+            for child in (value.values() if isinstance(value, dict) else value)
         ]
+        if not level:
+            return
     raise JsonFault(f"nested more than {MAX_DEPTH} deep")
 
 
