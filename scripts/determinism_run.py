@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from aiter_prep.storage.checkpoint import open_checkpoint
 from faults import ANY, Fault, Injector, in_child, kill_before
 from prepared import MANIFEST, contents
 
+FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
 WORKERS = (1, 2, 7, 64)
 KILLS = (20, 90, 160)
 
@@ -48,7 +48,7 @@ def _sources(place: Path) -> Iterator[tuple[Path, int]]:
     for name, (model, *sizes) in tiny.SAMPLES.items():
         source = tiny.write(place / name, model)
         yield from ((source, tp) for tp in sizes if tp is not None)
-    for source in sorted((ROOT / "tests" / "fixtures").iterdir()):
+    for source in sorted(FIXTURES.iterdir()):
         yield source, 1
 
 
