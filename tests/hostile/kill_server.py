@@ -90,7 +90,7 @@ def serve(request: dict[str, Any]) -> dict[str, int]:
         try:
             run(request, writing)
         except BaseException as fault:  # noqa: BLE001 - the parent reports it
-            print(repr(fault), file=sys.stderr, flush=True)
+            print(repr(fault), file=sys.stderr, flush=True)  # noqa: T201 - the parent reads it
             os._exit(1)
         os._exit(0)
     os.close(writing)
@@ -107,4 +107,4 @@ def serve(request: dict[str, Any]) -> dict[str, int]:
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(json.dumps(serve(json.loads(line))), flush=True)
+        print(json.dumps(serve(json.loads(line))), flush=True)  # noqa: T201 - the parent reads it

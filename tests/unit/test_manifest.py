@@ -276,7 +276,9 @@ def test_the_schema_is_a_schema_and_lets_no_unknown_field_in() -> None:
         if isinstance(value, dict) and value.get("type") == "object":
             assert "additionalProperties" in value
             optional = {"aiter_commit", "aiter_fingerprint"}  # only backend aiter writes them
-            assert sorted(value.get("properties", {}).keys() - optional) == value.get("required", [])
+            assert sorted(value.get("properties", {}).keys() - optional) == value.get(
+                "required", []
+            )
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
