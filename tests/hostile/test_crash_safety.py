@@ -292,6 +292,7 @@ def run_cli(scene: Scene, out: Path, *more: str) -> subprocess.CompletedProcess[
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow  # a limit of time means nothing on a shared machine
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_the_program_within_two_seconds_and_resume_goes_on(
     name: str, scene: Scene
