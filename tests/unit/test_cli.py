@@ -346,7 +346,11 @@ def test_a_dry_run_shows_warnings_and_what_is_left_out(run: _Runner, tmp_path: P
         (["convert", "model", "--tp", "1", "--max-shard-size", "5XB"], 2, "is no size"),
         (["convert", "model", "--tp", "1", "--ranks", "0-"], 2, "is no list of ranks"),
         (["convert", "model", "--tp", "2", "--ranks", "2"], 2, "out of range: 0 to 1"),
-        (["convert", "model", "--tp", "1", "--device", "cuda"], 2, "does not run on device `cuda`"),
+        (
+            ["convert", "model", "--tp", "1", "--backend", "cpu", "--device", "cuda"],
+            2,
+            "does not run on device `cuda`",
+        ),
         (["convert", "model", "--tp", "1", "--revision", "main"], 2, "is a local folder"),
         (["convert", "model", "model/out", "--tp", "1"], 2, "lie in each other"),
         (["verify", "out", "--quick", "--source", "model"], 2, "--quick reads no tensor"),
@@ -675,6 +679,7 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow  # a limit of time means nothing on a shared machine
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_conversion_leaves_soon_and_can_go_on(
     tmp_path: Path, number: signal.Signals
@@ -713,6 +718,7 @@ aiter_prep.inspection.inspect_path = stubborn
 """
 
 
+@pytest.mark.slow  # a limit of time means nothing on a shared machine
 @pytest.mark.parametrize("more", [[], ["--json"]])
 @pytest.mark.parametrize("signals", [1, 2])
 def test_what_does_not_give_way_is_left(tmp_path: Path, signals: int, more: list[str]) -> None:
@@ -745,6 +751,7 @@ aiter_prep.inspection.inspect_path = lingering
 """
 
 
+@pytest.mark.slow  # a limit of time means nothing on a shared machine
 def test_threads_that_linger_are_left(tmp_path: Path) -> None:
     running = start(["inspect", "."], tmp_path, code=LINGERING)
     wait_for((tmp_path / "started").exists)
