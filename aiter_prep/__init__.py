@@ -17,8 +17,6 @@ code that it stands for; `aiter_prep.errors` draws their tree.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep._version import __version__
@@ -26,13 +24,13 @@ from aiter_prep._version import __version__
 if TYPE_CHECKING:
     from aiter_prep.engines.plain import attach, load
     from aiter_prep.errors import AiterPrepError
-    from aiter_prep.execute import execute
+    from aiter_prep.execution import execute
     from aiter_prep.inspection import inspect_path as inspect
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan, make_plan
-    from aiter_prep.restore import Restored, restore
+    from aiter_prep.restoration import Restored, restore
     from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
-    from aiter_prep.verify import Report, verify
+    from aiter_prep.verification import Report, verify
 
 __all__ = [
     "AiterPrepError",
@@ -58,16 +56,16 @@ _HOMES = {
     "Checkpoint": ("aiter_prep.storage.checkpoint", "Checkpoint"),
     "Manifest": ("aiter_prep.manifest", "Manifest"),
     "Plan": ("aiter_prep.plan", "Plan"),
-    "Report": ("aiter_prep.verify", "Report"),
-    "Restored": ("aiter_prep.restore", "Restored"),
+    "Report": ("aiter_prep.verification", "Report"),
+    "Restored": ("aiter_prep.restoration", "Restored"),
     "attach": ("aiter_prep.engines.plain", "attach"),
-    "execute": ("aiter_prep.execute", "execute"),
+    "execute": ("aiter_prep.execution", "execute"),
     "inspect": ("aiter_prep.inspection", "inspect_path"),
     "load": ("aiter_prep.engines.plain", "load"),
     "make_plan": ("aiter_prep.plan", "make_plan"),
     "open_checkpoint": ("aiter_prep.storage.checkpoint", "open_checkpoint"),
-    "restore": ("aiter_prep.restore", "restore"),
-    "verify": ("aiter_prep.verify", "verify"),
+    "restore": ("aiter_prep.restoration", "restore"),
+    "verify": ("aiter_prep.verification", "verify"),
 }
 
 
@@ -86,18 +84,3 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Return the public names."""
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """Keeps `verify` a function, whatever was imported first.
-
-    `verify`, `execute` and `restore` are modules, too, and the import system puts a module into
-    its package under its name.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

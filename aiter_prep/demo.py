@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from aiter_prep.errors import AiterPrepError, OutputNotEmpty
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.inspection import SourceInspection, inspect_path
 from aiter_prep.plan import make_plan
-from aiter_prep.restore import restore
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -26,7 +26,7 @@ from aiter_prep.storage.header import TensorInfo
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.reader import FolderReader
 from aiter_prep.storage.shard import lay_out_shard
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 2, 8, 512, 320
 HEADS, HEAD_SIZE, VOCABULARY = 4, 64, 256

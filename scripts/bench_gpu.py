@@ -21,7 +21,7 @@ from bench_table import Table, say
 from aiter_prep.backends.cpu import CpuBackend
 from aiter_prep.backends.probe import probe
 from aiter_prep.backends.table import Backend, choose_backend
-from aiter_prep.execute import default_workers
+from aiter_prep.execution import default_workers
 from aiter_prep.layouts.table import LAYOUTS
 
 GB = 1e9

@@ -16,8 +16,8 @@ from bench_table import Table
 import tiny
 from aiter_prep.backends.cpu import CpuBackend
 from aiter_prep.backends.table import Backend
-from aiter_prep.execute import default_workers, execute
-from aiter_prep.execute.jobs import Context, run_block
+from aiter_prep.execution import default_workers, execute
+from aiter_prep.execution.jobs import Context, run_block
 from aiter_prep.plan import Plan, make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.storage.reader import FolderReader

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import numpy as np
 
 import tiny
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import Plan, make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from faults import ANY, Fault, Injector, in_child, kill_before

@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import tiny
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.manifest import FORMAT_VERSION
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint

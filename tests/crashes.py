@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import tiny
 from aiter_prep.errors import DataMismatch
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import make_plan
 from aiter_prep.storage import swap
 from aiter_prep.storage.checkpoint import open_checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from faults import ANY, COMMITS, Fault, Injector, in_child, kill_after, kill_before
 from prepared import JOURNAL, LOCK, MANIFEST, contents, stamps
 

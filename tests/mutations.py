@@ -14,7 +14,7 @@ from typing import Any
 
 from aiter_prep.errors import AiterPrepError
 from aiter_prep.storage.checkpoint import Checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from prepared import MANIFEST, load, reseal, sealed, spans
 
 Step = str | int

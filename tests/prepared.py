@@ -12,12 +12,12 @@ from typing import Any
 import xxhash
 
 import tiny
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.manifest import Manifest
 from aiter_prep.plan import Plan, make_plan
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
 from aiter_prep.storage.header import TensorInfo
-from aiter_prep.verify import Problem, verify
+from aiter_prep.verification import Problem, verify
 
 MANIFEST = "aiter_prep.json"
 JOURNAL = ".aiter_prep.journal"

@@ -87,7 +87,7 @@ def _dry_run(output: Output, request: Request) -> None:
 
 def _convert(output: Output, request: Request) -> None:
     from aiter_prep.backends.table import choose_backend
-    from aiter_prep.execute import execute, layouts_of
+    from aiter_prep.execution import execute, layouts_of
     from aiter_prep.inspection.room import check_room
 
     place = _place(output, request)

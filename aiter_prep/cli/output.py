@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from aiter_prep.execute import Progress
+    from aiter_prep.execution import Progress
 
     # pieces of a line, each with the colour behind it
     Styled: TypeAlias = Sequence[tuple[str, tuple[int, int, int] | None]]

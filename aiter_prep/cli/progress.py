@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from aiter_prep.execute import Progress
+    from aiter_prep.execution import Progress
 
 SECONDS_BETWEEN_LINES = 30.0
 

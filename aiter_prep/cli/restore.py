@@ -31,7 +31,7 @@ def restore(
     Writes the Hugging Face checkpoint again that a folder was prepared from: every tensor with its
     name, dtype, shape and bytes.
     """
-    from aiter_prep.restore import restore as undo
+    from aiter_prep.restoration import restore as undo
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
     limit = parse_size(max_shard_size)

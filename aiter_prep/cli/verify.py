@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aiter_prep.storage.checkpoint import Checkpoint
-    from aiter_prep.verify import Problem, Report
+    from aiter_prep.verification import Problem, Report
 
 SCHEMA = "aiter-prep/verify/1"
 
@@ -42,7 +42,7 @@ def verify(
 
     Reads every byte and compares it with the manifest: digests, headers, sizes, names.
     """
-    from aiter_prep.verify import verify as check
+    from aiter_prep.verification import verify as check
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
     if quick and source is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny_families
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.targets.table import target_named

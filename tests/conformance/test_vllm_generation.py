@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from conformance import cpu_shim

@@ -12,13 +12,13 @@ import safetensors
 import oracle
 import tiny
 from aiter_prep.errors import NoRule
-from aiter_prep.execute import execute, writers
+from aiter_prep.execution import execute, writers
 from aiter_prep.layouts.table import LAYOUTS
 from aiter_prep.manifest import Manifest, read_manifest
 from aiter_prep.plan import make_plan
-from aiter_prep.restore import restore
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from prepared import contents, plan_of, prepare
 from support import FIXTURES, fixture
 

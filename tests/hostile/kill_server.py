@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 

@@ -19,9 +19,9 @@ import pytest
 
 import crashes
 from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, OutputNotEmpty
-from aiter_prep.restore import restore
+from aiter_prep.restoration import restore
 from aiter_prep.storage import swap
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from crashes import Scene, check_kill, check_kill_of_overwrite, points, some
 from faults import Fault, Injector, delay, fail, in_child, kill_after, short, then
 from prepared import JOURNAL, LOCK, MANIFEST, contents, stamps
@@ -269,7 +269,7 @@ def test_a_disk_that_fills_up_on_the_way_is_survived(
 def _convert_without_looking(scene: Scene, out: Path) -> None:
     from unittest.mock import patch
 
-    from aiter_prep.execute import execute
+    from aiter_prep.execution import execute
     from aiter_prep.storage.output import OutputFolder
     from prepared import plan_of
 

@@ -16,9 +16,9 @@ import pytest
 
 import tiny
 from aiter_prep.errors import AiterPrepError, DataMismatch
-from aiter_prep.restore import restore
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
-from aiter_prep.verify import Problem, verify
+from aiter_prep.verification import Problem, verify
 from documents import Place, changed, distinct, kind_of, without
 from prepared import (
     JOURNAL,

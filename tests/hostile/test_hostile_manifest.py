@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import tiny
 from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, NoRule
 from aiter_prep.manifest import parse_manifest
-from aiter_prep.restore import restore
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import open_checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from prepared import MANIFEST, edit, load, prepare, reseal, sealed, spans
 
 Step = str | int

@@ -14,7 +14,7 @@ import pytest
 
 import tiny
 from aiter_prep.errors import AiterPrepError, BadSource, NoRule
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.storage.header import MAX_HEADER_BYTES, read_header

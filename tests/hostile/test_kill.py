@@ -18,9 +18,9 @@ import pytest
 
 import tiny
 from aiter_prep.errors import DataMismatch
-from aiter_prep.execute import execute
-from aiter_prep.restore import restore
-from aiter_prep.verify import verify
+from aiter_prep.execution import execute
+from aiter_prep.restoration import restore
+from aiter_prep.verification import verify
 from prepared import JOURNAL, LOCK, MANIFEST, contents, plan_of, prepare, problems_of, stamps
 
 PROGRAM = Path(__file__).with_name("killed_runs.py")

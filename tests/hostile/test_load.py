@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import tiny
-from aiter_prep.execute import Progress, execute
-from aiter_prep.restore import restore
+from aiter_prep.execution import Progress, execute
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import open_checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from faults import Fault, Injector
 from prepared import contents, plan_of, prepare, stamps
 

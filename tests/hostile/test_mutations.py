@@ -11,7 +11,7 @@ import pytest
 
 import mutations
 from aiter_prep.storage.checkpoint import open_checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from mutations import Mutation
 from prepared import edit, small
 

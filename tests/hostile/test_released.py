@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 import tiny
 from aiter_prep.errors import NoRule
 from aiter_prep.manifest import read_manifest
-from aiter_prep.restore import restore
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import open_checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 
 HOME = Path(__file__).resolve().parents[1] / "released"
 FOLDERS = sorted(HOME.glob("*/*/prepared"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aiter_prep.errors import AiterPrepError, InvalidUsage
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from faults import Injector
 from prepared import flip, small
 

@@ -17,7 +17,7 @@ from aiter_prep.backends.aiter_package import find_aiter
 from aiter_prep.backends.probe import probe_aiter
 from aiter_prep.backends.table import BACKENDS, backend_named, choose_backend
 from aiter_prep.errors import AiterPrepError, InvalidUsage, NoRule
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from prepared import contents, plan_of
 
 # What AITER's functions do, by our own layouts; what AITER leaves uninitialised is noise.
@@ -207,7 +207,7 @@ def test_cpu_and_auto_without_a_gpu_never_import_torch(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", kind="mxfp4_quark")
     program = f"""
         import sys
-        from aiter_prep.execute import execute
+        from aiter_prep.execution import execute
         from aiter_prep.plan import make_plan
         from aiter_prep.storage.checkpoint import open_checkpoint
         plan = make_plan(open_checkpoint({str(source)!r}))

@@ -23,7 +23,7 @@ from aiter_prep.backends.probe import probe
 from aiter_prep.backends.slices import Slice, cut
 from aiter_prep.backends.table import Backend, PlacedPart, choose_backend
 from aiter_prep.errors import NoRule
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.layouts.permutation import REST, Layout
 from aiter_prep.layouts.table import LAYOUTS
 from aiter_sources import modules_of_aiter, sources

@@ -27,7 +27,7 @@ from aiter_prep.cli import main, values, words
 from aiter_prep.cli.progress import SECONDS_BETWEEN_LINES, Lines
 from aiter_prep.demo import make_checkpoint
 from aiter_prep.errors import InvalidUsage
-from aiter_prep.execute import Progress
+from aiter_prep.execution import Progress
 from aiter_prep.inspection import inspect_path
 from support import fixture
 
@@ -128,14 +128,16 @@ def test_the_package_loads_its_public_names_on_first_use() -> None:
     assert "numpy" in loaded_by("import aiter_prep; aiter_prep.make_plan")
 
 
-@pytest.mark.parametrize("first", ["aiter_prep.verify", "aiter_prep.execute.run", "aiter_prep"])
+@pytest.mark.parametrize(
+    "first", ["aiter_prep.verification", "aiter_prep.execution.run", "aiter_prep"]
+)
 def test_public_functions_stay_functions_whatever_is_imported_first(first: str) -> None:
     code = f"""
     import importlib
     importlib.import_module({first!r})
     import aiter_prep
     from aiter_prep import execute, inspect, make_plan, open_checkpoint, restore, verify
-    from aiter_prep.verify import Report
+    from aiter_prep.verification import Report
     assert aiter_prep.Report is Report
     for name in aiter_prep.__all__:
         try:

@@ -25,7 +25,7 @@ import aiter_prep
 import tiny
 from aiter_prep import demo, errors, manifest
 from aiter_prep.cli import app, flags, main
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.layouts.permutation import Layout
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 import tiny_families
 from aiter_prep.errors import InvalidUsage, NoRule
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import Plan, make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.targets.table import TARGETS, target_named

@@ -10,11 +10,11 @@ import oracle_engines
 import oracle_recipes
 import tiny_families
 from aiter_prep.errors import NoRule
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.plan import make_plan
-from aiter_prep.restore import restore
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import open_checkpoint
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from families_table import FAMILIES
 from oracle import Source, read_safetensors
 

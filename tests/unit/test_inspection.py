@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from aiter_prep.errors import BadSource, DataMismatch, NoRule
-from aiter_prep.execute import execute
+from aiter_prep.execution import execute
 from aiter_prep.families.common import COMMON_RULES
 from aiter_prep.inspection import (
     Outlook,

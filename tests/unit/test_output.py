@@ -22,11 +22,11 @@ import pytest
 
 import tiny
 from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, InvalidUsage, OutputNotEmpty
-from aiter_prep.execute import Progress, execute
-from aiter_prep.restore import restore
+from aiter_prep.execution import Progress, execute
+from aiter_prep.restoration import restore
 from aiter_prep.storage.output import OutputFolder, ShardFile, Written, is_unfinished
 from aiter_prep.storage.shard import ShardLayout, lay_out_shard
-from aiter_prep.verify import verify
+from aiter_prep.verification import verify
 from prepared import JOURNAL, LOCK, MANIFEST, contents, plan_of, prepare, problems_of, stamps
 
 HELD = """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, InvalidUsage, OutputNotEmpty
-from aiter_prep.execute import Progress
+from aiter_prep.execution import Progress
 from aiter_prep.families.blocks import natural_key
 from aiter_prep.manifest import read_manifest
 from aiter_prep.storage import jsontext

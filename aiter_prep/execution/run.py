@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from aiter_prep._version import __version__
 from aiter_prep.backends.table import Backend, choose_backend
 from aiter_prep.errors import AiterPrepError, Interrupted, InvalidUsage
-from aiter_prep.execute.jobs import Context, copy_tensors, run_block
-from aiter_prep.execute.record import manifest_of, wrapped_config
-from aiter_prep.execute.shardset import ShardSet
-from aiter_prep.execute.source import check_source_unchanged, read_small_file
+from aiter_prep.execution.jobs import Context, copy_tensors, run_block
+from aiter_prep.execution.record import manifest_of, wrapped_config
+from aiter_prep.execution.shardset import ShardSet
+from aiter_prep.execution.source import check_source_unchanged, read_small_file
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import CONFIG_FILE
 from aiter_prep.storage.digest import digest_of

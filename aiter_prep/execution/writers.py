@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aiter_prep.backends.table import PlacedPart
-    from aiter_prep.execute.jobs import Context
+    from aiter_prep.execution.jobs import Context
     from aiter_prep.plan.steps import Piece, Source, Stack, Step
     from aiter_prep.storage.buffers import ByteArray
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import Interrupted
-from aiter_prep.execute.writers import read_matrices, writer_of
+from aiter_prep.execution.writers import read_matrices, writer_of
 from aiter_prep.storage.digest import Digest
 from aiter_prep.storage.output import Written
 from aiter_prep.storage.reader import chunks
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiter_prep.backends.table import Backend
-    from aiter_prep.execute.sink import Sink
-    from aiter_prep.execute.writers import Writer
+    from aiter_prep.execution.sink import Sink
+    from aiter_prep.execution.writers import Writer
     from aiter_prep.plan.make import BlockPlan
     from aiter_prep.storage.header import TensorInfo
     from aiter_prep.storage.reader import FolderReader

@@ -10,9 +10,9 @@ import numpy as np
 from aiter_prep._version import __version__
 from aiter_prep.backends.table import backend_named
 from aiter_prep.errors import AiterPrepError, DataMismatch
-from aiter_prep.execute.comparison import ComparisonSink
-from aiter_prep.execute.jobs import Context, run_block
-from aiter_prep.execute.record import differing_fields, plan_arguments, wrapped_config
+from aiter_prep.execution.comparison import ComparisonSink
+from aiter_prep.execution.jobs import Context, run_block
+from aiter_prep.execution.record import differing_fields, plan_arguments, wrapped_config
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, MAX_JSON_BYTES
 from aiter_prep.storage.files import read_whole
@@ -27,13 +27,13 @@ from aiter_prep.undo import (
     require_all_ranks,
     stacks_of,
 )
-from aiter_prep.verify.report import Problem
+from aiter_prep.verification.report import Problem
 
 if TYPE_CHECKING:
     from aiter_prep.manifest import Manifest, TensorRecord
     from aiter_prep.plan import Plan
     from aiter_prep.storage.checkpoint import Checkpoint
-    from aiter_prep.verify.findings import Findings
+    from aiter_prep.verification.findings import Findings
 
 
 class SourceCheck:

@@ -15,12 +15,12 @@ from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.reader import FolderReader, chunks
-from aiter_prep.verify.report import Problem
+from aiter_prep.verification.report import Problem
 
 if TYPE_CHECKING:
     from aiter_prep.manifest import Manifest, ShardRecord, TensorRecord
     from aiter_prep.storage.header import Header, TensorInfo
-    from aiter_prep.verify.findings import Findings
+    from aiter_prep.verification.findings import Findings
 
 
 class StoredCheck:

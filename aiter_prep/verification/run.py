@@ -9,16 +9,16 @@ from aiter_prep.errors import DataMismatch, InvalidUsage
 from aiter_prep.manifest import read_manifest
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
-from aiter_prep.verify.findings import Findings
-from aiter_prep.verify.source import SourceCheck
-from aiter_prep.verify.stored import StoredCheck
+from aiter_prep.verification.findings import Findings
+from aiter_prep.verification.source import SourceCheck
+from aiter_prep.verification.stored import StoredCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiter_prep.execute import Progress
+    from aiter_prep.execution import Progress
     from aiter_prep.storage.checkpoint import Checkpoint
-    from aiter_prep.verify.report import Report
+    from aiter_prep.verification.report import Report
 
 
 def verify(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiter_prep.execute import Progress
-from aiter_prep.verify.report import Problem, Report
+from aiter_prep.execution import Progress
+from aiter_prep.verification.report import Problem, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
