@@ -5,7 +5,8 @@ Runs inside the conformance environment, never in the product's own:
     python -m conformance.engine_dump JOBS.json --aiter AITER_SOURCES --gfx gfx950
 
 `JOBS.json` is a list of `Job`s as objects. Importing the engine takes far longer than a job, so the
-process imports it once and forks for each job; a job that fails leaves `failure.txt` in its folder.
+process imports it once and forks for each job. What a job imported besides, its parent imports for
+those that follow. A job that fails leaves `failure.txt` in its folder.
 
 Every rank is built in turn in one process: loading needs no collective, so a world of one process
 whose tensor-parallel group merely says that it is rank `r` of `tp` loads the same bytes.
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,7 @@ def install(aiter_sources: Path, gfx: str) -> None:
     fake_aiter.install_aiter(aiter_sources, gfx)
     fake_rocm.install_rocm(gfx)
     fake_rocm.install_fp8_quantiser()
+    fake_rocm.leave_out_routing_buffers()
     fake_rocm.install_torchvision()
     fake_rocm.inspect_models_here()
 
@@ -221,6 +224,30 @@ def run_and_record(job: Job, gfx: str) -> None:
         raise
 
 
+def run_in_child(job: Job, gfx: str, report: Connection) -> None:
+    """`run_and_record`; tells through `report` which modules of vLLM it has imported."""
+    try:
+        run_and_record(job, gfx)
+    finally:
+        report.send([name for name in sys.modules if name.startswith("vllm.")])
+
+
+def run_forked(job: Job, gfx: str) -> bool:
+    """Runs a job in a child and imports what it imported; returns whether it went well."""
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=run_in_child, args=(job, gfx, send)
+    )
+    process.start()
+    send.close()
+    with contextlib.suppress(EOFError):  # the child was killed
+        for name in receive.recv():
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    process.join()
+    return process.exitcode == 0
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
     options = parse(arguments)
@@ -230,13 +257,9 @@ def main(arguments: list[str] | None = None) -> None:
     importlib.import_module("vllm.model_executor.model_loader.utils")
     failed = 0
     for job in jobs:
-        process = multiprocessing.get_context("fork").Process(
-            target=run_and_record, args=(job, options.gfx)
-        )
-        process.start()
-        process.join()
-        failed += process.exitcode != 0
-        sys.stdout.write(f"{'failed' if process.exitcode else 'dumped'} {job.out}\n")
+        well = run_forked(job, options.gfx)
+        failed += not well
+        sys.stdout.write(f"{'dumped' if well else 'failed'} {job.out}\n")
         sys.stdout.flush()
     raise SystemExit(f"{failed} of {len(jobs)} jobs failed" if failed else 0)
 

@@ -12,7 +12,7 @@ from conformance.dump_format import Bytes, ModuleFacts, TensorFacts
 _BACKENDS = ("mxfp4_backend", "fp8_backend", "unquantized_backend", "mxfp8_backend", "backend")
 _OWN = ("w13_", "w2_", "shared_w")
 """How the names of an expert's own tensors begin; a router's bias hangs on the same module."""
-_ATTRIBUTES = ("weight_block_size", "is_aiter_converted", "quant_config", "intermediate_pad")
+_ATTRIBUTES = ("weight_block_size", "is_aiter_converted", "intermediate_pad")
 
 
 def expert_modules(model: Any) -> Iterator[tuple[str, Any]]:

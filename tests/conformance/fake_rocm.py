@@ -50,6 +50,9 @@ class FillUninitialised(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Runs `func`, then overwrites its result where it is a fresh allocation."""
+        if func is torch.Tensor.copy_ and args[0].dtype == torch.int4:  # a GPU can, a CPU cannot
+            args[0].view(torch.uint8).copy_(args[1].view(torch.uint8))
+            return args[0]
         result = func(*args, **(kwargs or {}))
         if func in self._ALLOCATORS and result.device.type == "cpu" and result.numel():
             storage = torch.empty(0, dtype=torch.uint8).set_(result.untyped_storage())
@@ -182,6 +185,13 @@ def inspect_models_here() -> None:
     """Makes vLLM inspect model classes in this process: a new one would lack the stand-ins."""
     registry = importlib.import_module("vllm.model_executor.models.registry")
     registry.__dict__["_run_in_subprocess"] = lambda function: function()
+
+
+def leave_out_routing_buffers() -> None:
+    """Keeps vLLM from making buffers for the tokens of fused shared experts on a GPU."""
+    for name in ("experts.rocm_aiter_moe", "expert_map_manager"):
+        user = importlib.import_module(f"vllm.model_executor.layers.fused_moe.{name}")
+        user.__dict__["init_aiter_topK_meta_data"] = lambda *_args, **_kwargs: None
 
 
 def _dequantise_per_tensor(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

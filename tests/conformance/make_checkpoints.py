@@ -6,6 +6,7 @@ python -m conformance.make_checkpoints OUT [NAME...]
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import zlib
 from pathlib import Path
@@ -16,6 +17,7 @@ from conformance.checkpoint_values import Values, save_checkpoint
 from conformance.paths import PATHS
 
 
+@functools.lru_cache(maxsize=2)  # tests of one path follow each other
 def model_of(name: str) -> Model:
     """The tensors and the config of the path `name`; the same name gives the same bytes."""
     path = PATHS[name]
