@@ -12,6 +12,9 @@ import pytest
 
 from support import FIXTURES, fixture
 
+CONFORMANCE = "AITER_PREP_TEST_CONFORMANCE_ENV"
+"""Names the folder that `scripts/conformance-env` made: the engines' own code."""
+
 # Asked for by `scripts/test --torch`: then a missing torch is a failure, not a reason to skip.
 TORCH_IS_PROMISED = os.environ.get("AITER_PREP_TEST_TORCH") == "1"
 
@@ -43,6 +46,11 @@ def _missing(name: str) -> str:
     """Why a test with the marker `name` cannot run here, or an empty text."""
     if name == "gpu":
         return "" if _has_gpu() else "no GPU that torch can use"
+    if name == "vllm":
+        why = (
+            f"NOT COMPARED WITH THE ENGINES: {CONFORMANCE} is not set; see scripts/conformance-env"
+        )
+        return "" if os.environ.get(CONFORMANCE) else why
     if name == "torch" and TORCH_IS_PROMISED:
         return ""
     return "" if importlib.util.find_spec(name) else f"{name} is not installed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from conformance.engine_run import (
     digest_of_harness,
     dump_folder,
     dump_paths,
+    group_name,
     group_of,
     is_dumped,
 )
@@ -29,31 +29,35 @@ CACHE = "AITER_PREP_TEST_CONFORMANCE_CACHE"
 Dump = Callable[[str, int], Path]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "conformance: needs the folder of scripts/conformance-env")
-
-
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """The engine's environment; without it nothing here can run."""
-    folder = os.environ.get(ENVIRONMENT)
-    if not folder:
-        pytest.skip(
-            f"NOT COMPARED WITH vLLM: {ENVIRONMENT} is not set; see scripts/conformance-env"
-        )
-    found = Environment(Path(folder))
+    """The engines' environment, for tests with the marker `vllm`."""
+    folder = os.environ[ENVIRONMENT]
+    found = Environment(Path(folder).resolve())
     if not found.python.exists():
         pytest.fail(f"{ENVIRONMENT}: `{folder}` is not what scripts/conformance-env makes")
     return found
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers of this run, or one that stays, for this state of the harness."""
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run share, or one that stays."""
     if cache := os.environ.get(CACHE):
-        return Path(cache).resolve() / digest_of_harness()
+        return Path(cache).resolve()
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def shared_folder(run_folder: Path) -> Path:
+    """The part of the folder for this state of the harness of vLLM."""
+    return run_folder / f"vllm-{digest_of_harness('vllm')}"
+
+
+@pytest.fixture(scope="session")
+def layers_folder(run_folder: Path) -> Path:
+    """The part of the folder for this state of the harness of SGLang and ATOM."""
+    return run_folder / f"layers-{digest_of_harness('layers', 'families')}"
 
 
 @contextmanager
@@ -93,14 +97,15 @@ def dump(
         if isinstance(item, pytest.Function) and hasattr(item, "callspec")
     }
     folders = (shared_folder / "checkpoints", shared_folder / "dumps")
+    tried: set[str] = set()
 
     def dumped(name: str, tp: int) -> Path:
         group = group_of(PATHS[name])
-        lock = f"engine-{zlib.crc32(repr(group).encode()):08x}"
-        with _locked(shared_folder / "locks" / lock):
-            if not is_dumped(folders[1], name):
+        with _locked(shared_folder / "locks" / group_name("vllm", group)):
+            if name not in tried and not is_dumped(folders[1], name):
                 alike = [n for n in PATHS if n in chosen and group_of(PATHS[n]) == group]
                 wanted = [n for n in alike if not is_dumped(folders[1], n)]
+                tried.update(wanted)
                 for other in wanted:
                     checkpoint(other)
                 dump_paths(environment, wanted, folders)

@@ -49,6 +49,7 @@ class Environment:
         return {
             "PATH": os.environ.get("PATH", ""),
             "HOME": os.environ.get("HOME", ""),
+            "OMP_NUM_THREADS": "1",  # processes fork, and the tests run beside each other
             "PYTHONPATH": os.pathsep.join(map(str, [*roots, _TESTS])),
             "PYTHONPYCACHEPREFIX": str(self.folder / "pycache"),
             **more,
@@ -64,18 +65,33 @@ def group_of(path: ConformancePath) -> Group:
     return path.gfx, tuple(sorted(path.environment.items()))
 
 
+def group_name(engine: str, group: Group) -> str:
+    """A name for the tests and files of a group."""
+    gfx, variables = group
+    return " ".join([engine, gfx, *("=".join(pair) for pair in variables)])
+
+
 def dump_folder(dumps: Path, name: str, tp: int) -> Path:
     """Where the dumps of the path `name` for `tp` ranks lie."""
     return dumps / name / f"tp{tp}"
 
 
 _DONE = "done"
-_MAKERS = ("checkpoint_*.py", "dump_format.py", "engine_*.py", "fake_*.py", "make_*.py", "paths.py")
+_HERE = Path(__file__).parent
+_ALL = ("dump_format.py", "fake_*.py")
+_MAKERS = {
+    "vllm": (_HERE, (*_ALL, "checkpoint_*.py", "engine_*.py", "make_*.py", "paths.py")),
+    "layers": (_HERE, (*_ALL, "*_dump.py", "engine_*.py", "layer_run.py", "moe_layer.py")),
+    "families": (_TESTS, ("families_table.py", "tiny_families.py")),
+}
 
 
-def digest_of_harness() -> str:
-    """Names the state of everything that a dump depends on besides the environment."""
-    files = sorted({path for kind in _MAKERS for path in Path(__file__).parent.glob(kind)})
+def digest_of_harness(*kinds: str) -> str:
+    """Names the state of everything that dumps depend on besides the environment."""
+    found = {
+        file for kind in kinds for glob in _MAKERS[kind][1] for file in _MAKERS[kind][0].glob(glob)
+    }
+    files = sorted(found)
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
@@ -108,7 +124,7 @@ def run_jobs(environment: Environment, group: Group, jobs: list[dict[str, object
         command += ["--aiter", environment.aiter, "--gfx", gfx]
         done = subprocess.run(
             list(map(str, command)),
-            env=environment.variables(dict(variables)),
+            env=environment.variables({**dict(variables), "TMPDIR": scratch}),
             cwd=scratch,
             capture_output=True,
             text=True,

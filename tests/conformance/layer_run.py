@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import tempfile
@@ -17,22 +16,15 @@ from conformance.engine_paths import ATOM_PATHS, SGLANG_PATHS, EnginePath
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from conformance.engine_run import Environment
+    from conformance.engine_run import Environment, Group
 
 ENGINE_PATHS: Mapping[str, Mapping[str, EnginePath]] = {"sglang": SGLANG_PATHS, "atom": ATOM_PATHS}
 SOURCES = {"sglang": "sglang-0.5.23", "atom": "atom"}
-
-Group = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def group_of(path: EnginePath) -> Group:
     """What one process has in common: the chip, and what the engine's environment says."""
     return path.gfx, tuple(sorted(path.environment.items()))
-
-
-def group_name(group: Group) -> str:
-    """A name for files of a group."""
-    return hashlib.sha256(repr(group).encode()).hexdigest()[:16]
 
 
 def source_folder(work: Path, engine: str, name: str) -> Path:
@@ -85,7 +77,7 @@ def _run(
         command += ["--aiter", environment.aiter, "--gfx", gfx]
         done = subprocess.run(
             [str(word) for word in command],
-            env=environment.variables(dict(variables)),
+            env=environment.variables({**dict(variables), "TMPDIR": scratch}),
             cwd=scratch,
             capture_output=True,
             text=True,

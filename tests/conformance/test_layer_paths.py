@@ -15,22 +15,28 @@ from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.targets.table import target_named
 from conformance.compare_layers import differences, unflagged
 from conformance.dump_format import FAILURE, dump_path, read_dump
-from conformance.engine_run import Environment
+from conformance.engine_paths import EnginePath
+from conformance.engine_run import Environment, group_name
 from conformance.layer_run import (
     ENGINE_PATHS,
     SOURCES,
     dump_folder,
-    group_name,
     group_of,
     names_by_group,
     run_group,
     source_folder,
 )
 
-pytestmark = [pytest.mark.conformance, pytest.mark.slow]
+
+def in_one_process(engine: str, path: EnginePath) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test that needs the engine: xdist gives tests of one process to one worker."""
+    return pytest.mark.vllm, pytest.mark.xdist_group(group_name(engine, group_of(path)))
+
 
 CASES = [
-    pytest.param(engine, name, ranks, id=f"{engine}-{name}-{ranks}")
+    pytest.param(
+        engine, name, ranks, id=f"{engine}-{name}-{ranks}", marks=in_one_process(engine, path)
+    )
     for engine, paths in ENGINE_PATHS.items()
     for name, path in paths.items()
     for ranks in path.ranks
@@ -40,15 +46,15 @@ Dumped = Callable[[str, str, int], Path]
 
 
 @pytest.fixture(scope="session")
-def dumped(environment: Environment, shared_folder: Path) -> Dumped:
+def dumped(environment: Environment, layers_folder: Path) -> Dumped:
     """The dumps of a path; the first that asks runs all paths of one process."""
-    work = shared_folder / "layers"
+    work = layers_folder
 
     def find(engine: str, name: str, ranks: int) -> Path:
         if not (environment.folder / SOURCES[engine]).is_dir():
             pytest.skip(f"NOT COMPARED WITH {engine}: no `{SOURCES[engine]}` in the environment")
         group = group_of(ENGINE_PATHS[engine][name])
-        done = work / engine / f"{group_name(group)}.done"
+        done = work / engine / f"{group_name(engine, group)}.done"
         done.parent.mkdir(parents=True, exist_ok=True)
         with done.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -65,11 +71,11 @@ def dumped(environment: Environment, shared_folder: Path) -> Dumped:
 
 @pytest.mark.parametrize(("engine", "name", "ranks"), CASES)
 def test_a_prepared_folder_holds_what_the_engines_expert_layers_hold(
-    engine: str, name: str, ranks: int, dumped: Dumped, shared_folder: Path, tmp_path: Path
+    engine: str, name: str, ranks: int, dumped: Dumped, layers_folder: Path, tmp_path: Path
 ) -> None:
     path = ENGINE_PATHS[engine][name]
     folder = dumped(engine, name, ranks)
-    source = open_checkpoint(source_folder(shared_folder / "layers", engine, name))
+    source = open_checkpoint(source_folder(layers_folder, engine, name))
     tp, ep = (1, ranks) if path.expert_parallel else (ranks, 1)
     plan = make_plan(source, tp=tp, ep=ep, target=engine, gfx=path.gfx, options=path.options)
     manifest = execute(plan, tmp_path / "out")

@@ -19,7 +19,7 @@ from conformance import cpu_shim
 from conformance.engine_run import Environment
 from conformance.loader_site import installed, product_site, run_engine
 
-pytestmark = [pytest.mark.conformance, pytest.mark.slow, pytest.mark.torch]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm generation"), pytest.mark.torch]
 
 Results = dict[str, Any]
 

@@ -20,7 +20,7 @@ from conformance.engine_run import ENGINES, Environment
 from conformance.paths import PATHS, ConformancePath
 from support import fixture
 
-pytestmark = [pytest.mark.conformance, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm loader")]
 
 TP = 2
 ENTRY_POINT = "aiter_prep = aiter_prep.engines.vllm.plugin:register"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from aiter_prep.cli import main
 from conformance.checkpoint_values import RawTensor
 from conformance.compare import compare
 from conformance.dump_format import dump_path, read_dump
+from conformance.engine_run import group_name, group_of
 from conformance.make_checkpoints import model_of
 from conformance.paths import PATHS, ConformancePath
 from conformance.recipes import RECIPES, Place
-
-pytestmark = [pytest.mark.conformance, pytest.mark.slow]
 
 Dump = Callable[[str, int], Path]
 
@@ -26,27 +25,29 @@ TARGET = "vllm"
 NO_RULE = 11
 """The exit code where no rule covers a family, dtype, layout, target or split."""
 
-CASES = [pytest.param(name, tp, id=f"{name}-tp{tp}") for name, p in PATHS.items() for tp in p.tps]
+
+def in_one_process(path: ConformancePath) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test that needs the engine: xdist gives tests of one process to one worker."""
+    return pytest.mark.vllm, pytest.mark.xdist_group(group_name("vllm", group_of(path)))
+
+
+CASES = [
+    pytest.param(name, tp, id=f"{name}-tp{tp}", marks=in_one_process(path))
+    for name, path in PATHS.items()
+    for tp in path.tps
+]
 ACCEPTED = [case for case in CASES if not PATHS[str(case.values[0])].refused]
 REFUSED = [name for name, path in PATHS.items() if path.refused]
 RECIPE_CASES = [case for case in CASES if case.values[0] in RECIPES]
 
 
-def target_exists() -> bool:
-    """Whether the product has a table for vLLM."""
-    targets = importlib.resources.files("aiter_prep.targets")
-    return any(entry.name.startswith(TARGET) for entry in targets.iterdir())
-
-
 def convert(path: ConformancePath, source: Path, out: Path, tp: int) -> tuple[int, str]:
     """Prepares `source` as a user would; returns the exit code, and what was said."""
-    program = Path(sys.executable).with_name("aiter-prep")
-    command = [program, "convert", source, out, "--gfx", path.gfx, "--target", TARGET]
+    command = ["convert", source, out, "--gfx", path.gfx, "--target", TARGET]
     command += ["--ep" if path.expert_parallel else "--tp", tp, *path.convert]
-    done = subprocess.run(
-        [str(word) for word in command], check=False, capture_output=True, text=True
-    )
-    return done.returncode, done.stderr
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
+        code = main([str(word) for word in command])
+    return code, said.getvalue()
 
 
 def source_path(module: str, tensors: dict[str, RawTensor]) -> str:
@@ -62,7 +63,6 @@ def projections(experts: str, tensors: dict[str, RawTensor]) -> tuple[str, str, 
     return ("gate_proj", "down_proj", "up_proj") if llama else ("w1", "w2", "w3")
 
 
-@pytest.mark.skipif(not target_exists(), reason=f"the product has no target `{TARGET}` yet")
 @pytest.mark.parametrize(("name", "tp"), ACCEPTED)
 def test_a_prepared_folder_holds_what_vllm_holds(
     name: str, tp: int, dump: Dump, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -76,7 +76,6 @@ def test_a_prepared_folder_holds_what_vllm_holds(
     assert not result.differences, str(result)
 
 
-@pytest.mark.skipif(not target_exists(), reason=f"the product has no target `{TARGET}` yet")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_rule_covers_is_refused(
     name: str, checkpoint: Callable[[str], Path], tmp_path: Path

@@ -16,7 +16,7 @@ from aiter_prep.storage.checkpoint import open_checkpoint
 from conformance.engine_run import ENGINES, Environment
 from conformance.loader_site import product_site, run_engine
 
-pytestmark = [pytest.mark.conformance, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm refusals")]
 
 
 @dataclasses.dataclass(frozen=True)
