@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep._version import __version__
+from aiter_prep.backends import rocm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
 REQUIRED = ("numpy", "safetensors", "huggingface_hub", "xxhash", "typer", "rich")
 OPTIONAL = ("vllm", "sglang", "transformers")
 
-_KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 _ROCM_VERSION = Path("/opt/rocm/.info/version")
-_GFX_VERSION = re.compile(r"^gfx_target_version (\d+)$", re.MULTILINE)
 _SHUFFLE_WEIGHT = re.compile(r"^def shuffle_weight\(", re.MULTILINE)
 
 
@@ -67,23 +66,8 @@ def look_around() -> Environment:
         torch=_torch(),
         aiter=_aiter(),
         rocm=_first_line(_ROCM_VERSION),
-        chips=local_chips(),
+        chips=rocm.local_chips(),
     )
-
-
-def local_chips() -> tuple[str, ...]:
-    """Return the gfx names of the GPUs of this machine, one for each, as the driver counts them.
-
-    The driver writes a version as a decimal number: 90402 is 9.4.2, gfx942, and 90010 is 9.0.10,
-    gfx90a.
-    """
-    found: list[str] = []
-    for node in sorted(_KFD_NODES.glob("*/properties"), key=lambda path: path.parent.name):
-        match = _GFX_VERSION.search(_text(node) or "")
-        version = int(match[1]) if match else 0
-        if version:  # a CPU has 0
-            found.append(f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}")
-    return tuple(found)
 
 
 def _version_of(package: str) -> str | None:

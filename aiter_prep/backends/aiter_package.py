@@ -62,7 +62,7 @@ class Aiter:
             raise AiterPrepError(
                 f"AITER {self.version or ''} in `{self.folder}` has no `{HOMES[missing[0]]}."
                 f"{missing[0]}`".replace("  ", " "),
-                "use a newer AITER, or --backend cpu",
+                "use a newer AITER, or convert with --backend cpu",
             )
 
 
@@ -118,7 +118,9 @@ def _module(name: str) -> ModuleType | None:
 
 def _broken(name: str, fault: BaseException) -> AiterPrepError:
     reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0]}"
-    return AiterPrepError(f"`{name}` cannot be imported: {reason}", "mend it, or use --backend cpu")
+    return AiterPrepError(
+        f"`{name}` cannot be imported: {reason}", "mend it, or convert with --backend cpu"
+    )
 
 
 def _not_aiter(package: ModuleType) -> str:

@@ -114,7 +114,9 @@ def import_torch() -> Any:
         return importlib.import_module("torch")
     except ModuleNotFoundError as fault:
         raise AiterPrepError(
-            "torch is not installed", "install it, or use --backend cpu, which needs none"
+            "torch is not installed",
+            "install it (for an AMD GPU, ROCm's build of it), or convert with --backend cpu, which "
+            "needs none",
         ) from fault
     except (ImportError, OSError) as fault:
         raise AiterPrepError(f"torch cannot be imported: {fault}", "use --backend cpu") from fault

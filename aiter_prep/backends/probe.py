@@ -123,7 +123,34 @@ class AiterProbe:
         """Return what it says as plain values."""
         found = {**asdict(self), **asdict(self.probe)}
         del found["probe"]
-        return {**found, "ours": self.probe.ours, "theirs": self.probe.theirs}
+        return {
+            **found,
+            "ours": self.probe.ours,
+            "theirs": self.probe.theirs,
+            "matches": self.matches,
+        }
+
+    @property
+    def matches(self) -> bool:
+        """Whether it brought our bytes of every layout that it has a function for, of one or more.
+
+        A layout that it has no function for is refused by the conversion that needs it.
+        """
+        return bool(self.probe.layouts) and self.probe.matches
+
+    def require(self) -> None:
+        """Check that it brought our bytes.
+
+        Raises:
+            AiterPrepError: It did not, or has no function for any layout.
+        """
+        if not self.probe.layouts:
+            raise AiterPrepError(
+                f"AITER {self.version or ''} in `{self.folder}` has no function for any of "
+                f"{len(self.missing)} layouts".replace("  ", " "),
+                "use a newer AITER, or convert with --backend cpu",
+            )
+        self.probe.require()
 
 
 def probe_aiter(device: str | None = None) -> AiterProbe:

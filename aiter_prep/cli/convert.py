@@ -164,7 +164,7 @@ def _plan(output: Output, request: Request, place: _Place) -> Plan:
 
 def _default_chip(output: Output, chips: tuple[str, ...]) -> str:
     """Return the chip of this machine if the target knows it, else the target's first."""
-    from aiter_prep.environment import local_chips
+    from aiter_prep.backends.rocm import local_chips
 
     local = [chip for chip in dict.fromkeys(local_chips()) if chip in chips]
     if not local:

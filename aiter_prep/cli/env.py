@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from aiter_prep.cli import words
+from aiter_prep.cli.convert_flags import Device
 from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.errors import AiterPrepError, InvalidUsage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from aiter_prep.backends.probe import AiterProbe, LayoutProbe
     from aiter_prep.environment import Environment
 
 SCHEMA = "aiter-prep/env/1"
@@ -20,17 +23,38 @@ SCHEMA = "aiter-prep/env/1"
 def env(
     context: typer.Context,
     *,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Also let AITER lay out a few bytes, and fail unless they are where ours are.",
+        ),
+    ] = False,
+    device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print versions for a bug report."""
+    """Print versions for a bug report; --probe tests AITER."""
+    from aiter_prep.backends.probe import probe_aiter
     from aiter_prep.environment import look_around
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    source = context.get_parameter_source("device")
+    if not probe and source is not None and source.name == "COMMANDLINE":
+        raise InvalidUsage("--device has a meaning with --probe only", "add --probe")
     found = look_around()
     output.lines(*words.columns(list(_rows(found)), indent=0))
-    output.document(SCHEMA, found.to_json())
+    body = found.to_json()
+    if not probe:
+        output.document(SCHEMA, body)
+        return
+    probed = probe_aiter(device)
+    output.lines(*_probe_lines(probed))
+    output.document(SCHEMA, {**body, "probe": probed.to_json()})
+    if output.as_json and not probed.matches:  # the document says what the error would
+        raise typer.Exit(AiterPrepError.exit_code)
+    probed.require()
 
 
 def _rows(found: Environment) -> Iterator[tuple[str, str]]:
@@ -75,3 +99,23 @@ def _aiter_words(found: Mapping[str, Any]) -> str:
             return f"cannot be looked at: {found['fault']}"
         case _:
             return "not installed"
+
+
+def _probe_lines(found: AiterProbe) -> Iterator[str]:
+    version = found.version or "of unknown version"
+    commit = f", commit {found.commit}" if found.commit else ""
+    yield f"probe of AITER {version}{commit} on {found.probe.device}"
+    rows = [(entry.layout, _outcome(entry)) for entry in found.probe.layouts]
+    yield from words.columns(
+        [
+            *rows,
+            *((name, "this AITER has no function for it") for name in found.missing),
+            ("fingerprint", found.probe.theirs),
+        ]
+    )
+
+
+def _outcome(entry: LayoutProbe) -> str:
+    if entry.matches:
+        return "the same bytes"
+    return entry.fault or "other bytes"

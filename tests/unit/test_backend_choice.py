@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from aiter_prep.backends import choices, rocm
 from aiter_prep.backends.aiter_package import find_aiter
 from aiter_prep.backends.probe import probe_aiter
 from aiter_prep.backends.table import BACKENDS, backend_named, choose_backend
+from aiter_prep.cli import main
 from aiter_prep.errors import AiterPrepError, InvalidUsage, NoRule
 from aiter_prep.execution import execute
 from prepared import contents, plan_of
@@ -349,7 +351,7 @@ def test_cpu_leaves_no_version_of_aiter(tmp_path: Path) -> None:
     assert created_by["aiter_version"] is None
 
 
-# --- what `env` says ----------------------------------------------------------------------------
+# --- what `env --probe` says --------------------------------------------------------------------
 
 
 @pytest.mark.torch
@@ -395,3 +397,82 @@ def test_the_commit_is_read_where_builds_write_it(
 ) -> None:
     install.aiter({**GOOD, "_version.py": version})
     assert find_aiter().commit == commit
+
+
+@pytest.mark.torch
+def test_a_probe_of_an_aiter_without_any_function_of_ours_proves_nothing(
+    install: Installer,
+) -> None:
+    lonely = "def interleave_gate_up_rows(x):\n    return x\n"
+    install.aiter({**GOOD, "ops/shuffle.py": lonely, "utility/fp4_utils.py": ""})
+    found = probe_aiter()
+    assert found.probe.layouts == ()
+    assert not found.matches
+    with pytest.raises(AiterPrepError, match="no function for any of"):
+        found.require()
+
+
+@pytest.mark.torch
+def test_env_probe_prints_the_fingerprint_of_an_aiter_that_brings_our_bytes(
+    install: Installer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install.aiter(WITHOUT_NEWER)
+    assert main(["env", "--probe"]) == 0
+    said = capsys.readouterr()
+    assert "probe of AITER 0.1.20, commit e404860 on cpu" in said.out
+    assert probe_aiter().probe.theirs in said.out
+    assert said.out.count("the same bytes") == len(probe_aiter().probe.layouts)
+    assert said.out.count("this AITER has no function for it") == 4
+    assert main(["env", "--probe", "--device", "cpu", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "aiter-prep/env/1"
+    assert document["probe"] == json.loads(json.dumps(probe_aiter().to_json()))
+    assert document["probe"]["matches"] is True
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("files", [WRONG, RAISING])
+def test_env_probe_fails_where_aiter_brings_other_bytes(
+    install: Installer, capsys: pytest.CaptureFixture[str], files: dict[str, str]
+) -> None:
+    install.aiter(files)
+    assert main(["env", "--probe"]) == 1
+    said = capsys.readouterr()
+    assert "the same bytes" in said.out
+    assert ("other bytes" if files is WRONG else "AssertionError: no") in said.out
+    assert "its fingerprint is" in said.err
+    assert main(["env", "--probe", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["probe"]["matches"] is False
+    assert document["probe"]["theirs"] != document["probe"]["ours"]
+
+
+@pytest.mark.torch
+def test_env_probe_names_the_package_to_install(
+    install: Installer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for files in ({}, OF_ASYNC_ITERATORS):
+        install.aiter(files)
+        assert main(["env", "--probe"]) == 1
+        assert "`amd-aiter`" in capsys.readouterr().err
+        assert main(["env", "--probe", "--json"]) == 1
+        document = json.loads(capsys.readouterr().out)
+        assert document["schema"] == "aiter-prep/error/1"
+        assert "`amd-aiter`" in document["hint"]
+        forget_aiter()
+
+
+def test_env_probe_without_torch_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["env", "--probe"]) == 1
+    assert "torch is not installed" in capsys.readouterr().err
+
+
+def test_a_device_for_env_without_a_probe_is_refused_but_not_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["env", "--device", "cpu"]) == InvalidUsage.exit_code
+    monkeypatch.setenv("AITER_PREP_DEVICE", "cpu")
+    assert main(["env"]) == 0

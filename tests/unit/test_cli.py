@@ -55,7 +55,7 @@ def run(
 ) -> _Runner:
     """Runs the command line in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("aiter_prep.environment.local_chips", lambda: ())
+    monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ())
     return _Runner(capsys)
 
 
@@ -514,7 +514,7 @@ def test_environment_variables_are_defaults(
 def test_the_chip_of_this_machine_is_taken_and_named(
     run: _Runner, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiter_prep.environment.local_chips", lambda: ("gfx1100", "gfx942"))
+    monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ("gfx1100", "gfx942"))
     said = run("convert", model, "--tp", "1", "--dry-run", "--json")
     assert said.json["gfx"] == "gfx942"
     assert "note: converting for gfx942, the chip of this machine" in said.err

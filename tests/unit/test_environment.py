@@ -11,6 +11,7 @@ import pytest
 
 from aiter_prep import environment
 from aiter_prep._version import __version__
+from aiter_prep.backends import rocm
 from aiter_prep.cli.env import _rows
 from aiter_prep.environment import look_around
 
@@ -143,8 +144,8 @@ def test_chips_are_read_from_the_driver(
         node = tmp_path / str(number)
         node.mkdir()
         (node / "properties").write_text(f"cpu_cores_count 0\ngfx_target_version {text}\n")
-    monkeypatch.setattr(environment, "_KFD_NODES", tmp_path)
-    assert environment.local_chips() == (chip,)
+    monkeypatch.setattr(rocm, "_KFD_NODES", tmp_path)
+    assert look_around().chips == (chip,)
 
 
 def test_the_version_of_rocm_is_the_first_line_of_its_file(
