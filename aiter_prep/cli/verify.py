@@ -34,6 +34,14 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Check headers and sizes only; read no tensor.")
     ] = False,
+    sha256sums: Annotated[
+        Path | None,
+        typer.Option(
+            "--sha256sums",
+            metavar="FILE",
+            help="Also write the SHA-256 of every file, as `sha256sum --check` takes it.",
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -42,20 +50,31 @@ def verify(
 
     Reads every byte and compares it with the manifest: digests, headers, sizes, names.
     """
+    from aiter_prep.verification import check_sums_file
     from aiter_prep.verification import verify as check
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
     if quick and source is not None:
         raise InvalidUsage("--quick reads no tensor, so it cannot compare with a --source")
+    if sha256sums is not None:
+        if quick:
+            raise InvalidUsage("--quick reads no tensor, so it has no --sha256sums")
+        check_sums_file(folder, sha256sums)
     original = None if source is None else _opened(source, folder, quiet=quiet)
     with output.progress("verifying") as progress:
-        report = check(folder, source=original, quick=quick, progress=progress)
+        report = check(
+            folder, source=original, quick=quick, sha256=sha256sums is not None, progress=progress
+        )
+    if sha256sums is not None and report.is_clean:
+        report.write_sha256sums(sha256sums)
     depth = "quick" if quick else "full" if source is None else "source"
     output.lines(*_lines(report, depth))
     output.document(SCHEMA, _body(report, depth))
     if not report.is_clean:
         output.hint("the folder is not what it says: convert again, or copy it again")
         raise typer.Exit(DataMismatch.exit_code)
+    if sha256sums is not None:
+        output.note(f"the sums of {words.count(len(report.sha256), 'file')} are in {sha256sums}")
     if depth == "full":
         name = str(folder)
         output.next_command("compare with its source", "verify", name, "--source", "SOURCE")

@@ -61,13 +61,14 @@ class Report:
 
         Raises:
             InvalidUsage: The list would lie in the folder, which then had a file too many.
-            AiterPrepError: It cannot be written.
+            AiterPrepError: It cannot be written, or there is none: see `sha256`.
         """
         path = Path(path)
-        if self.folder.resolve() in path.resolve().parents:
-            raise InvalidUsage(
-                f"`{printable(str(path))}` lies in the folder that it is about",
-                "put it beside the folder",
+        check_sums_file(self.folder, path)
+        if not self.sha256:
+            raise AiterPrepError(
+                f"`{printable(str(self.folder))}` has no SHA-256 sums to write",
+                "ask `verify` for them; a damaged folder has none",
             )
         lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.sha256.items()))
         try:
@@ -76,3 +77,21 @@ class Report:
             raise AiterPrepError(
                 f"cannot write `{printable(str(path))}`: {fault.strerror}"
             ) from None
+
+
+def check_sums_file(folder: Path, path: Path) -> None:
+    """Check that a list of sums may be written to a place, before a terabyte is read for it.
+
+    Raises:
+        InvalidUsage: It lies in the folder that it is about, or is a folder itself.
+        AiterPrepError: Its own folder is not there.
+    """
+    if folder.resolve() in path.resolve().parents:
+        raise InvalidUsage(
+            f"`{printable(str(path))}` lies in the folder that it is about",
+            "put it beside the folder",
+        )
+    if path.is_dir():
+        raise InvalidUsage(f"`{printable(str(path))}` is a folder", "name a file")
+    if not path.parent.is_dir():
+        raise AiterPrepError(f"cannot write `{printable(str(path))}`: its folder is not there")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from aiter_prep.errors import AiterPrepError, InvalidUsage
+from aiter_prep.cli import main
+from aiter_prep.errors import AiterPrepError, DataMismatch, InvalidUsage
 from aiter_prep.verification import verify
 from faults import Injector
 from prepared import flip, small
@@ -83,3 +84,39 @@ def test_the_list_may_not_lie_in_the_folder(folder: Path) -> None:
 def test_a_list_that_cannot_be_written_is_a_failure(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(AiterPrepError, match="cannot write"):
         verify(folder, sha256=True).write_sha256sums(tmp_path / "nowhere" / "SHA256SUMS")
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_list_that_sha256sum_takes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums = tmp_path / "SHA256SUMS"
+    assert main(["verify", str(folder), "--sha256sums", str(sums)]) == 0
+    said = capsys.readouterr()
+    assert f"the sums of {len(list(folder.iterdir()))} files are in {sums}" in said.err
+    assert check(folder, sums).returncode == 0
+    assert main(["verify", str(folder)]) == 0
+
+
+def test_the_command_writes_no_list_of_a_damaged_folder(folder: Path, tmp_path: Path) -> None:
+    path = next(folder.glob("model-rank-*"))
+    flip(path, path.stat().st_size - 1)
+    sums = tmp_path / "SHA256SUMS"
+    assert main(["verify", str(folder), "--sha256sums", str(sums)]) == DataMismatch.exit_code
+    assert not sums.exists()
+    with pytest.raises(AiterPrepError, match="no SHA-256 sums"):
+        verify(folder, sha256=True).write_sha256sums(sums)
+
+
+def test_a_place_where_no_list_can_be_is_refused_before_anything_is_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {folder / "SHA256SUMS": 2, tmp_path: 2, tmp_path / "nowhere" / "SHA256SUMS": 1}
+    for place, code in places.items():
+        with Injector() as injector:
+            assert main(["verify", str(folder), "--sha256sums", str(place)]) == code
+        assert injector.counts["preadv"] == 0
+    assert main(["verify", str(folder), "--quick", "--sha256sums", str(tmp_path / "sums")]) == 2
+    assert "--quick reads no tensor" in capsys.readouterr().err

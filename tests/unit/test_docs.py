@@ -207,7 +207,7 @@ def test_every_flag_that_is_named_exists() -> None:
     known = own_flags() | of_scripts | of_engines
     for path in DOCUMENTS:
         for span in code(prose(path.read_text(encoding="utf-8"))):
-            for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span):
+            for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span):
                 assert flag in known, f"{path.name}: {flag}"
 
 
@@ -255,7 +255,7 @@ def test_the_session_of_the_readme_is_what_the_program_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("aiter_prep.environment.local_chips", lambda: ())
+    monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ())
     for arguments, lines in session(text_of("README.md")):
         main(arguments)
         said = capsys.readouterr()
@@ -440,6 +440,21 @@ def test_the_format_lists_what_is_lost_and_the_fields_of_objects(tmp_path: Path)
     of_blocks = rows(text.partition("`model.blocks` describes each experts module:")[2])
     listed = {key for row in of_blocks for key in code(row[0])}
     assert listed == set(document["model"]["blocks"][0])
+
+
+def test_the_format_lists_what_the_schema_lets_in() -> None:
+    text = text_of("docs/format.md")
+    schema = json.loads((ROOT / "aiter_prep" / "manifest.schema.json").read_text("utf-8"))
+    defined = schema["$defs"]
+    forms = next(o["enum"] for o in defined["tensor"]["properties"]["form"]["anyOf"] if "enum" in o)
+    assert [code(row[0])[0] for row in rows(text.partition("**Forms.**")[2])] == forms
+    orders = defined["block"]["properties"]["row_order"]["enum"]
+    of_blocks = {code(row[0])[0]: row[2] for row in rows(text.partition("`model.blocks`")[2])}
+    assert code(of_blocks["row_order"]) == orders
+    maker = schema["properties"]["created_by"]["properties"]
+    of_all = {code(row[0])[0]: row[2] for row in rows(section(text, "The manifest"))}
+    of_aiter = text.partition("Where AITER moved the bytes, ")[2].partition(".\n")[0]
+    assert {*code(of_all["created_by"]), *code(of_aiter)} == {"created_by", *maker}
 
 
 # --- JSON ---------------------------------------------------------------------------------------
