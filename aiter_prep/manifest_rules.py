@@ -12,7 +12,7 @@ from aiter_prep.layouts.packing import PACKINGS
 from aiter_prep.layouts.permutation import REST
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, is_plain_name
 from aiter_prep.storage.dtypes import bytes_of, width_of
-from aiter_prep.storage.folder import SHARD_NAME, shard_file
+from aiter_prep.storage.folder import is_weights_name, shard_file
 from aiter_prep.storage.header import MAX_AXES, MAX_FILE_BYTES, is_sound_name
 from aiter_prep.storage.jsontext import printable
 
@@ -88,8 +88,9 @@ def _check_files(manifest: Manifest) -> None:
     names = [file.name for file in manifest.files]
     _check_distinct("file", names)
     for name in names:
-        is_ours = name == MANIFEST_FILE or SHARD_NAME.fullmatch(name) is not None
-        _require(is_plain_name(name) and not is_ours, f"the file `{printable(name)}`")
+        # `restore` would write it over a shard of its own, and a stock loader would open it
+        is_taken = name == MANIFEST_FILE or is_weights_name(name)
+        _require(is_plain_name(name) and not is_taken, f"the file `{printable(name)}`")
     _require(CONFIG_FILE in names, f"a folder without `{CONFIG_FILE}`")
 
 

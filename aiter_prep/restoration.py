@@ -100,11 +100,12 @@ def restore(
             result = _Restoration(folder, manifest, work, max_shard_bytes, progress).run(out)
             (work / LOCK_FILE).unlink()
             sync_folder(work)
-            work.replace(out)
+            work.replace(out.resolve())  # a link to an empty folder is one, too
             sync_folder(out.resolve().parent)
     except OSError as fault:
         raise AiterPrepError(
-            f"cannot write `{printable(str(out))}`: {fault.strerror}", "free some space"
+            f"cannot write `{printable(str(out))}`: {fault.strerror}",
+            "mend the cause and try again",
         ) from fault
     return result
 
@@ -158,6 +159,7 @@ class _Restoration:
         self._layouts = list(_shards(list(self._tensors.values()), max_shard_bytes))
         self._place = {name: layout for layout in self._layouts for name in layout.slots}
         self._files: dict[str, ShardFile] = {}
+        self._written: dict[str, dict[int, int]] = {name: {} for name in self._tensors}
 
     def run(self, out: Path) -> Restored:
         try:
@@ -168,6 +170,7 @@ class _Restoration:
                 self._restore_experts(undoer)
                 for record in common_records(self._manifest):
                     self._copy(undoer, record, reader)
+            self._check_whole()
             for file in self._files.values():
                 file.finish(self._work)
         finally:
@@ -204,9 +207,27 @@ class _Restoration:
     def _write(self, name: str, offset: int, data: ByteArray) -> None:
         layout = self._place[name]
         self._files[layout.file].write(layout.slots[name].start + offset, data)
+        if offset in self._written[name]:
+            raise DataMismatch(f"the manifest has byte {offset} of `{printable(name)}` twice")
+        self._written[name][offset] = data.nbytes
         self._done += data.nbytes
         if self._progress is not None:
             self._progress(Progress(self._done, self._total))
+
+    def _check_whole(self) -> None:
+        """Check that no byte of a tensor was left a hole, which would read as zeros.
+
+        Parts of a tensor are all of it, or experts of one size at multiples of it; so their sizes
+        add up only if they tile it.
+        """
+        for name, tensor in self._tensors.items():
+            written = sum(self._written[name].values())
+            if written != tensor.total_bytes:
+                raise DataMismatch(
+                    f"the folder holds {written} of the {tensor.total_bytes} bytes of "
+                    f"`{printable(name)}`",
+                    "`aiter-prep verify --source` says what is missing",
+                )
 
     def _write_files(self) -> None:
         for file in self._manifest.files:

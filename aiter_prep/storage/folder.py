@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from aiter_prep.storage.checkpoint import (
@@ -51,6 +52,11 @@ def partial_file(file: str) -> str:
     return f".{file}{PARTIAL_SUFFIX}"
 
 
+def is_weights_name(name: str) -> bool:
+    """Return whether a file of this name holds weights, or says where they are."""
+    return any(fnmatchcase(name, pattern) for pattern in _WEIGHT_PATTERNS)
+
+
 def small_files(folder: Path) -> tuple[list[str], list[str]]:
     """Return the files to copy from a source, and those that are left out.
 
@@ -66,7 +72,7 @@ def small_files(folder: Path) -> tuple[list[str], list[str]]:
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name in ("config.json", MANIFEST_FILE):
             continue
-        if any(path.match(pattern) for pattern in _WEIGHT_PATTERNS) and path.is_file():
+        if is_weights_name(path.name) and path.is_file():
             continue
         is_small = path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES
         if is_small and is_plain_name(path.name):

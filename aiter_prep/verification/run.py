@@ -66,4 +66,5 @@ def verify(
     stored.manifest_file()
     if source is not None and not findings.problems:
         SourceCheck(findings).against(source)
+    stored.unchanged()
     return findings.report(stored.sha256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,15 +17,18 @@ from aiter_prep.execution.record import differing_fields, plan_arguments, wrappe
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, MAX_JSON_BYTES
 from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.folder import MAX_SMALL_FILE_BYTES, small_files
 from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.storage.scratch import Scratch
 from aiter_prep.undo import (
     BadPadding,
+    DamagedTensor,
     Undoer,
     Undone,
     accounted,
     common_records,
     require_all_ranks,
+    source_tensors,
     stacks_of,
 )
 from aiter_prep.verification.report import Problem
@@ -47,6 +51,8 @@ class SourceCheck:
         self._findings = findings
         self._folder = findings.folder
         self._manifest: Manifest = findings.manifest
+        self._compared: dict[str, int] = defaultdict(int)
+        self._is_ours = self._manifest.created_by["version"] == __version__
 
     def against(self, source: Checkpoint) -> None:
         """Undo every layout and compare with the source."""
@@ -60,11 +66,15 @@ class SourceCheck:
                 try:
                     for found in undoer.undo(stack):
                         lost += self._compare(found, source, reader, record)
+                except DamagedTensor as fault:
+                    self._findings.add(fault.record.file, fault.message, fault.record)
                 except DataMismatch as fault:
                     self._findings.add(record.file, fault.message, record)
             for record in common_records(self._manifest):
                 self._compare_common(undoer, record, source, stored, reader)
+        self._check_whole(source)
         plan = self._plan(source)
+        self._compare_files(source, plan)
         if plan is not None and self._manifest.lossy:
             self._compare_lossy(plan)
         if lost:
@@ -78,8 +88,7 @@ class SourceCheck:
 
         What another version of this program would write may differ, and nothing is wrong with it.
         """
-        is_ours = self._manifest.created_by["version"] == __version__
-        if not (is_ours or self._manifest.lossy):
+        if not (self._is_ours or self._manifest.lossy):
             return None
         try:
             plan = make_plan(source, **plan_arguments(self._manifest))
@@ -88,7 +97,7 @@ class SourceCheck:
                 MANIFEST_FILE, f"does not lead from the source to a plan: {fault.message}"
             )
             return None
-        for field in differing_fields(plan, self._manifest) if is_ours else ():
+        for field in differing_fields(plan, self._manifest) if self._is_ours else ():
             self._findings.add(MANIFEST_FILE, f"`{field}` is not what the source leads to")
         return plan
 
@@ -129,6 +138,37 @@ class SourceCheck:
         if config != wrapped_config(source.config):
             self._findings.add(CONFIG_FILE, "is not the source's, wrapped")
 
+    def _check_whole(self, source: Checkpoint) -> None:
+        """Check that no byte of a tensor of experts was passed over, if nothing else is wrong."""
+        if self._findings.problems:
+            return
+        for stack in stacks_of(self._manifest):
+            for name in source_tensors(stack):
+                size, compared = source.tensors[name].total_bytes, self._compared[name]
+                if compared != size:
+                    record = stack.records[0]
+                    what = f"holds {compared} of the {size} bytes of `{name}` of the source"
+                    self._findings.add(record.file, what, record)
+
+    def _compare_files(self, source: Checkpoint, plan: Plan | None) -> None:
+        """Compare the small files; `config.json` is compared with the names."""
+        held = {file.name for file in self._manifest.files} - {CONFIG_FILE}
+        offered, _ = small_files(source.folder)
+        for name in sorted(held - set(offered)):
+            self._findings.add(name, "is not in the source")
+        # which files another version would copy is its own affair
+        for name in sorted(set(offered) - held) if self._is_ours and plan is not None else ():
+            self._findings.add(name, "of the source is not in the folder")
+        for name in sorted(held & set(offered)):
+            try:
+                ours = read_whole(self._folder / name, MAX_SMALL_FILE_BYTES)
+                theirs = read_whole(source.folder / name, MAX_SMALL_FILE_BYTES)
+            except OSError as fault:
+                self._findings.add(name, f"cannot be compared: {fault.strerror}")
+                continue
+            if ours != theirs:
+                self._findings.add(name, "differs from the source")
+
     def _compare(
         self,
         found: Undone | BadPadding,
@@ -150,15 +190,16 @@ class SourceCheck:
                 record.file, f"`{info.name}` of the source is another tensor", record
             )
             return 0
+        self._compared[info.name] += found.matrix.nbytes
         original = np.empty_like(found.matrix)
         reader.read_into(info.file, info.start + found.offset, original)
         self._findings.advance(original.nbytes)
         normal = original if found.lossy is None else found.lossy.normal(original)
-        wrong = int(np.count_nonzero(found.matrix != normal))
-        if wrong:
-            self._findings.add(
-                record.file, f"{wrong} bytes differ from `{info.name}` of the source", record
-            )
+        wrong = found.matrix != normal
+        if wrong.any():
+            for holder, count in found.holders_of(wrong):
+                what = f"{count} bytes differ from `{info.name}` of the source"
+                self._findings.add(holder.file, what, holder)
         return int(np.count_nonzero(normal != original)) if normal is not original else 0
 
     def _compare_common(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,8 @@ from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.verification.report import Problem
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aiter_prep.manifest import Manifest, ShardRecord, TensorRecord
     from aiter_prep.storage.header import Header, TensorInfo
     from aiter_prep.verification.findings import Findings
@@ -37,12 +40,14 @@ class StoredCheck:
         self._manifest: Manifest = findings.manifest
         self._with_sha256 = with_sha256
         self.sha256: dict[str, str] = {}
+        self._stamps: dict[str, tuple[int, int, int] | None] = {}
 
     def names(self) -> None:
         """Compare the names in the folder with the manifest, in both directions."""
         promised = {shard.file for shard in self._manifest.shards}
         promised |= {file.name for file in self._manifest.files}
-        found = {path.name for path in self._folder.iterdir()}
+        self._stamps = {path.name: _stamp(path) for path in self._folder.iterdir()}
+        found = set(self._stamps)
         # a kill right behind the manifest leaves the last two; they hold nothing of the model
         found -= {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE}
         for name in sorted(promised - found):
@@ -60,13 +65,13 @@ class StoredCheck:
                 in_shard[record.file][record.name] = record
         with FolderReader(self._folder) as reader:
             for shard in self._manifest.shards:
-                if (self._folder / shard.file).exists():
+                if os.path.lexists(self._folder / shard.file):  # a link to nowhere is damage, too
                     self._shard(shard, in_shard[shard.file], reader, quick=quick)
 
     def files(self) -> None:
         """Check the files beside the shards."""
         for file in self._manifest.files:
-            if not (self._folder / file.name).exists():
+            if not os.path.lexists(self._folder / file.name):
                 continue
             try:
                 data = read_whole(self._folder / file.name, file.size)
@@ -86,6 +91,16 @@ class StoredCheck:
         self._note_sha256(MANIFEST_FILE, data)
         if data != self._manifest.to_json():
             self._findings.add(MANIFEST_FILE, "is spelled otherwise than it was written")
+
+    def unchanged(self) -> None:
+        """Check that nobody has written into the folder since its names were compared.
+
+        Each was read piece by piece: what was read of a file that changes meanwhile may never have
+        lain there as a whole.
+        """
+        for name, stamp in self._stamps.items():
+            if _stamp(self._folder / name) != stamp:
+                self._findings.add(name, "changed while it was read")
 
     def _note_sha256(self, name: str, data: bytes) -> None:
         if self._with_sha256:
@@ -165,3 +180,12 @@ class StoredCheck:
             return
         if digest.text() != record.digest:
             self._findings.add(info.file, "has other bytes than the manifest says", record)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return size and times of a file, or None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -16,6 +16,8 @@ import pytest
 
 import tiny
 from aiter_prep.errors import AiterPrepError, DataMismatch
+from aiter_prep.execution import Progress
+from aiter_prep.inspection import inspect_path
 from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
 from aiter_prep.verification import Problem, verify
@@ -214,6 +216,21 @@ def test_a_manifest_with_bytes_at_its_end_is_damage(more: bytes, folder: Folder)
         verify(folder.out)
 
 
+@pytest.mark.parametrize("file", [RANK_0, RANK_1, COMMON])
+@pytest.mark.parametrize("kept", ["header", "half"])
+def test_a_hole_that_a_loss_of_power_leaves_is_placed(kept: str, file: str, folder: Folder) -> None:
+    """The size is right and the header is there; what follows reads as zeros."""
+    path = folder.out / file
+    size = path.stat().st_size
+    start = min(first for first, _ in spans(path).values())
+    os.truncate(path, start if kept == "header" else (start + size) // 2)
+    os.truncate(path, size)
+    assert verify(folder.out, quick=True).is_clean
+    problems = problems_of(folder.out)
+    assert problems
+    assert {(p.file, p.rank, p.what) for p in problems} == {(file, rank_of(file), OTHER_BYTES)}
+
+
 # --- names --------------------------------------------------------------------------------------
 
 
@@ -269,15 +286,8 @@ def test_a_renamed_shard_is_missing_and_too_much(folder: Folder) -> None:
     ]
 
 
-DANGLING = pytest.mark.xfail(
-    strict=True, reason="verify.py: exists() is false, yet the name is there: nobody complains"
-)
-
-
 @pytest.mark.parametrize("file", [RANK_0, COMMON, "config.json", "tokenizer.json"])
-@pytest.mark.parametrize(
-    "kind", ["folder", pytest.param("dangling link", marks=DANGLING), "link to the same bytes"]
-)
+@pytest.mark.parametrize("kind", ["folder", "dangling link", "link to the same bytes"])
 def test_a_file_that_became_something_else_is_named(file: str, kind: str, folder: Folder) -> None:
     path = folder.out / file
     if kind == "folder":
@@ -480,9 +490,6 @@ def test_a_consistent_forgery_of_a_weight_is_caught_by_the_source(
     assert "bytes differ from" in problem.what
 
 
-@pytest.mark.xfail(
-    strict=True, reason="verify.py::_compare: rank and file are those of the stack's first rank"
-)
 @pytest.mark.parametrize("name", ["w13_weight", "w2_weight", "w13_bias"])
 def test_a_forgery_is_placed_on_the_rank_that_holds_it(name: str, folder: Folder) -> None:
     tensor = f"{EXPERTS}.{name}"
@@ -545,17 +552,22 @@ def test_a_forged_config_is_caught_by_the_source(folder: Folder) -> None:
     forged(folder, ("config.json", None, None))
 
 
-@pytest.mark.xfail(strict=True, reason="verify.py::against compares no small file with the source")
 def test_a_forged_small_file_is_caught_by_the_source(folder: Folder) -> None:
     (folder.out / "tokenizer.json").write_text('{"tiny": null}', "utf-8")
     forged(folder, ("tokenizer.json", None, None))
 
 
-@pytest.mark.xfail(strict=True, reason="verify.py::against compares no small file with the source")
 def test_a_small_file_that_was_left_out_is_caught_by_the_source(folder: Folder) -> None:
     (folder.out / "tokenizer.json").unlink()
     edit(folder.out, lambda manifest: manifest["files"].pop())
-    forged(folder)
+    forged(folder, ("tokenizer.json", None, None))
+
+
+def test_a_small_file_that_the_source_does_not_have_is_caught_by_it(folder: Folder) -> None:
+    (folder.out / "planted.py").write_text("", "utf-8")
+    entry = {"name": "planted.py", "size": 0, "digest": ""}
+    edit(folder.out, lambda manifest: manifest["files"].append(entry))
+    forged(folder, ("planted.py", None, None))
 
 
 def drop_common(folder: Folder, name: str) -> None:
@@ -671,6 +683,57 @@ def test_a_forged_metadata_of_a_shard_is_caught_by_the_source(
     order = sorted(tensors, key=lambda name: spans(path)[name])
     tiny.write_shard(path, {name: tensors[name] for name in order}, metadata)
     forged(folder)
+
+
+# --- somebody who writes meanwhile ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", [RANK_0, COMMON, "tokenizer.json", MANIFEST])
+def test_a_file_that_is_written_while_it_is_verified_is_named(file: str, folder: Folder) -> None:
+    """Even if the bytes are the same again: what was read may be a mixture."""
+    data = (folder.out / file).read_bytes()
+    written: list[str] = []
+
+    def write_once(progress: Progress) -> None:
+        if not written and progress.done_bytes * 2 > progress.total_bytes:
+            written.append(file)
+            (folder.out / file).write_bytes(data)
+
+    problems = verify(folder.out, source=folder.checkpoint, progress=write_once).problems
+    assert written
+    assert problems == (Problem(file, None, None, "changed while it was read"),)
+
+
+# --- holes --------------------------------------------------------------------------------------
+
+
+def forget_an_expert(manifest: dict[str, Any]) -> None:
+    """Say of a tensor that it holds the first expert alone; the other one is padding, then."""
+    for tensor in manifest["tensors"]:
+        if tensor["name"] == f"{EXPERTS}.w13_bias":
+            tensor.update(experts=[0, 1, 1], form="folded")
+
+
+def test_experts_that_a_forged_manifest_forgets_are_not_restored_as_zeros(folder: Folder) -> None:
+    edit(folder.out, forget_an_expert)
+    with pytest.raises(DataMismatch):
+        restore(folder.out, folder.out.parent / "back")
+    assert not (folder.out.parent / "back").exists()
+    with suppress(AiterPrepError):
+        assert problems_of(folder.out, folder.source)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "x.bin"])
+def test_a_forged_small_file_does_not_take_the_place_of_restored_weights(
+    name: str, folder: Folder
+) -> None:
+    (folder.out / name).write_bytes(b"planted")
+    entry = {"name": name, "size": 7, "digest": ""}
+    edit(folder.out, lambda manifest: manifest["files"].append(entry))
+    reseal(folder.out)
+    for verb in (verify, inspect_path, lambda out: restore(out, out.parent / "back")):
+        with pytest.raises(DataMismatch, match="cannot be"):
+            verb(folder.out)
 
 
 # --- hostile manifests --------------------------------------------------------------------------
@@ -816,6 +879,14 @@ def test_restore_replaces_nothing(folder: Folder) -> None:
     assert contents(back).keys() == {"thesis.tex"}
     with pytest.raises(AiterPrepError, match="holds something already"):
         restore(folder.out, back / "thesis.tex")
+
+
+def test_a_link_to_an_empty_folder_is_restored_into(folder: Folder) -> None:
+    place = folder.out.parent / "place"
+    place.mkdir()
+    (folder.out.parent / "back").symlink_to(place)
+    restore(folder.out, folder.out.parent / "back")
+    assert tiny.read_folder(place) == tiny.read_folder(folder.source)
 
 
 def test_a_failing_disk_leaves_no_half_restored_folder(

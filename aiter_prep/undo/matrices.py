@@ -1,21 +1,28 @@
-"""Undoes a prepared folder: from its manifest alone back to the source's matrices."""
+"""Puts the matrices of experts together again from what the ranks hold of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from aiter_prep.errors import AiterPrepError, DataMismatch, NoRule
+from aiter_prep.errors import AiterPrepError, DataMismatch
 from aiter_prep.layouts.conversions import conversion_named
 from aiter_prep.layouts.packing import packing_named
 from aiter_prep.storage.digest import Digest
 from aiter_prep.storage.dtypes import width_of
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.undo.records import (
+    DamagedTensor,
+    SourceTensor,
+    StackRecord,
+    experts_of,
+    tensor_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,25 +37,7 @@ if TYPE_CHECKING:
     from aiter_prep.storage.header import TensorInfo
     from aiter_prep.storage.reader import FolderReader
 
-
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
-    """A tensor as the source has it.
-
-    Attributes:
-        name: Its name.
-        dtype: safetensors dtype.
-        shape: Elements along each axis.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of the data."""
-        return prod(self.shape) * width_of(self.dtype)
+_Byte = TypeVar("_Byte", np.uint8, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +50,7 @@ class Undone:
         offset: Byte of the tensor at which the matrix begins.
         matrix: uint8 `[rows, row_bytes]`, as in the source but for what a conversion lost.
         lossy: The conversion that lost bytes which the manifest does not list, or None.
+        slices: What the matrix was put together from, and whose it is.
     """
 
     tensor: SourceTensor
@@ -68,6 +58,22 @@ class Undone:
     offset: int
     matrix: ByteArray
     lossy: Conversion | None
+    slices: tuple[tuple[TensorRecord, SourceSlice], ...]
+
+    def holders_of(self, marks: npt.NDArray[np.bool_]) -> Iterator[tuple[TensorRecord, int]]:
+        """Yield the records that hold some bytes of the matrix, each with how many it holds.
+
+        Args:
+            marks: Which bytes, in the shape of the matrix.
+        """
+        counts: dict[int | None, int] = defaultdict(int)
+        records: dict[int | None, TensorRecord] = {}
+        for record, item in self.slices:
+            turned = _turned(marks, width_of(item.dtype)) if item.transposed else marks
+            window = turned[slice(*item.rows), slice(*item.columns)]
+            counts[record.rank] += int(np.count_nonzero(window))
+            records[record.rank] = record
+        yield from ((records[rank], count) for rank, count in counts.items() if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,45 +89,6 @@ class BadPadding:
     record: TensorRecord
     expert: int | None
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class StackRecord:
-    """The records of one name on all ranks, in the order of the ranks."""
-
-    name: str
-    records: tuple[TensorRecord, ...]
-
-
-def stacks_of(manifest: Manifest) -> list[StackRecord]:
-    """Return the prepared tensors of a manifest that can be undone, grouped by name."""
-    groups: dict[str, list[TensorRecord]] = defaultdict(list)
-    lossy = {record.name for record in manifest.lossy}
-    for record in manifest.tensors:
-        if record.rank is not None and record.name not in lossy:
-            groups[record.name].append(record)
-    return [
-        StackRecord(name, tuple(sorted(records, key=lambda r: r.rank or 0)))
-        for name, records in groups.items()
-    ]
-
-
-def source_tensors(stack: StackRecord) -> dict[str, SourceTensor]:
-    """Return the source tensors that a stack was made of, by name."""
-    found: dict[str, SourceTensor] = {}
-    for record in stack.records:
-        for item in record.source:
-            for expert in _experts(record):
-                name = tensor_name(record, item, expert)
-                found.setdefault(name, SourceTensor(name, item.dtype, item.shape))
-    return found
-
-
-def tensor_name(record: TensorRecord, item: SourceSlice, expert: int) -> str:
-    """Return the name of the source tensor that holds an expert."""
-    if item.shared is not None and expert == _experts(record)[-1]:
-        return item.shared
-    return item.pattern if item.fused else item.pattern.replace("{expert}", str(expert))
 
 
 class Undoer:
@@ -155,7 +122,9 @@ class Undoer:
         """
         info = self._infos.get((record.file, record.name))
         if info is None or (info.dtype, info.shape) != (record.dtype, record.shape):
-            raise DataMismatch(f"`{record.file}` does not hold `{record.name}` as promised")
+            raise DamagedTensor(
+                record, f"`{record.file}` does not hold `{record.name}` as promised"
+            )
         return info
 
     def undo(self, stack: StackRecord) -> Iterator[Undone | BadPadding]:
@@ -169,17 +138,17 @@ class Undoer:
         """
         digests = {record.rank: Digest() for record in stack.records}
         known: dict[tuple[int | None, ...], frozenset[tuple[int | None, int]]] = {}
-        for expert in sorted({e for record in stack.records for e in _experts(record)}):
-            holders = tuple(r for r in stack.records if expert in _experts(r))
+        for expert in sorted({e for record in stack.records for e in experts_of(record)}):
+            holders = tuple(r for r in stack.records if expert in experts_of(r))
             yield from self._undo_expert(holders, expert, digests, known)
         for record in stack.records:
             if (bad := self._bad_tail(record, digests[record.rank])) is not None:
                 yield bad
             if digests[record.rank].text() != record.digest:
-                raise DataMismatch(
+                raise DamagedTensor(
+                    record,
                     f"`{record.name}` of rank {record.rank} in `{record.file}` has other bytes "
                     "than the manifest says",
-                    "`aiter-prep verify` lists all that is damaged",
                 )
 
     def _undo_expert(
@@ -207,9 +176,10 @@ class Undoer:
                 if (record.rank, number) not in repeats:
                     window[...] = part
                 elif not np.array_equal(window, part):
-                    raise DataMismatch(
+                    raise DamagedTensor(
+                        record,
                         f"`{record.name}`: rank {record.rank} disagrees with another rank on "
-                        f"`{tensor_name(record, item, expert)}`"
+                        f"`{tensor_name(record, item, expert)}`",
                     )
             pad_byte = self._manifest.layout(record.layout or "").pad_byte
             wrong = _count_bad_padding(record, logical, pad_byte)
@@ -219,14 +189,21 @@ class Undoer:
             name = tensor_name(holders[0], item, expert)
             tensor = SourceTensor(name, item.dtype, item.shape)
             whole = _turned(matrix, width_of(item.dtype)) if item.transposed else matrix
-            yield Undone(tensor, expert, _offset(item, expert), whole, _lossy(holders))
+            slices = tuple(
+                (record, part)
+                for record in holders
+                for part in record.source
+                if part.pattern == item.pattern
+            )
+            offset = _offset(item, expert)
+            yield Undone(tensor, expert, offset, whole, _lossy(holders), slices)
 
     def _logical(self, record: TensorRecord, expert: int, digest: Digest) -> ByteArray:
         """Return one expert's stored matrix with its layout undone: uint8 `[rows, row_bytes]`."""
         rows, row_bytes, _ = _matrix(record)
         packing = _packing(record)
         stored = np.empty(_expert_bytes(record), np.uint8)
-        index = _experts(record).index(expert)
+        index = experts_of(record).index(expert)
         info = self.info(record)
         self._reader.read_into(info.file, info.start + index * stored.nbytes, stored)
         digest.update(stored)
@@ -237,9 +214,9 @@ class Undoer:
     def _bad_tail(self, record: TensorRecord, digest: Digest) -> BadPadding | None:
         """Check the padding behind the last expert of a folded tensor."""
         info = self.info(record)
-        filled = len(_experts(record)) * _expert_bytes(record)
+        filled = len(experts_of(record)) * _expert_bytes(record)
         if filled > info.total_bytes:
-            raise DataMismatch(f"`{record.name}` is too small for its experts")
+            raise DamagedTensor(record, f"`{record.name}` is too small for its experts")
         tail = np.empty(info.total_bytes - filled, np.uint8)
         self._reader.read_into(info.file, info.start + filled, tail)
         digest.update(tail)
@@ -272,7 +249,7 @@ def _lost_in(record: TensorRecord, expert: int) -> npt.NDArray[np.int64]:
     if record.lost is None or record.lost.positions is None:
         return _NOWHERE
     rows, row_bytes, _ = _matrix(record)
-    start = _experts(record).index(expert) * rows * row_bytes
+    start = experts_of(record).index(expert) * rows * row_bytes
     places = np.array(record.lost.positions, np.int64) - start
     places = places[(places >= 0) & (places < rows * row_bytes)]
     return np.stack(np.divmod(places, row_bytes), axis=1)
@@ -362,20 +339,14 @@ def _matrix_shape(item: SourceSlice) -> tuple[int, int]:
     return (shape[0] if shape else 1), item.row_bytes
 
 
-def _experts(record: TensorRecord) -> range:
-    if record.experts is None:
-        raise DataMismatch(f"the manifest names no experts for `{record.name}`")
-    return range(*record.experts)
-
-
 def _matrix(record: TensorRecord) -> tuple[int, int, int]:
     if record.matrix is None:
         raise DataMismatch(f"the manifest names no matrix for `{record.name}`")
     return record.matrix
 
 
-def _turned(matrix: ByteArray, width: int) -> ByteArray:
-    """Return a matrix of elements of `width` bytes as `[columns, rows]`."""
+def _turned(matrix: npt.NDArray[_Byte], width: int) -> npt.NDArray[_Byte]:
+    """Return a matrix of elements of `width` bytes as `[columns, rows]`; twice is as before."""
     rows, row_bytes = matrix.shape
     elements = matrix.reshape(rows, row_bytes // width, width)
     return np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(row_bytes // width, -1)
@@ -398,53 +369,3 @@ def _expert_bytes(record: TensorRecord) -> int:
     rows, row_bytes, _ = _matrix(record)
     packing = _packing(record)
     return rows * row_bytes // (packing.ratio if packing else 1)
-
-
-def require_all_ranks(manifest: Manifest, what: str) -> None:
-    """Check that the folder holds every rank.
-
-    Raises:
-        NoRule: It was written for some ranks only.
-    """
-    ranks = manifest.target["ranks"]
-    count = manifest.target["tp"] * manifest.target["ep"]
-    if len(ranks) != count:
-        raise NoRule(
-            f"{what} needs all {count} ranks, but this folder holds only {ranks}",
-            "convert again without --ranks",
-        )
-
-
-def require_lossless(manifest: Manifest) -> None:
-    """Check that every tensor can be undone.
-
-    Raises:
-        NoRule: One cannot.
-    """
-    if manifest.lossy:
-        record = manifest.lossy[0]
-        how = manifest.conversions.get(record.merge or "", "one value stands for many")
-        raise NoRule(
-            f"`{printable(record.name)}` cannot be undone: {how} ({len(manifest.lossy)} such)",
-            "keep the source: it is the only way back",
-        )
-
-
-def common_records(manifest: Manifest) -> Sequence[TensorRecord]:
-    """Return the records of the tensors that every rank has."""
-    return [record for record in manifest.tensors if record.rank is None]
-
-
-def accounted(manifest: Manifest) -> Mapping[str, SourceTensor]:
-    """Return every source tensor that the folder was made of, by name."""
-    found: dict[str, SourceTensor] = {}
-    for record in manifest.tensors:
-        if record.rank is not None:
-            for name, tensor in source_tensors(StackRecord(record.name, (record,))).items():
-                if found.setdefault(name, tensor) != tensor:
-                    raise DataMismatch(f"the manifest knows two kinds of `{printable(name)}`")
-    for record in common_records(manifest):
-        if record.name in found:
-            raise DataMismatch(f"the manifest knows two kinds of `{printable(record.name)}`")
-        found[record.name] = SourceTensor(record.name, record.dtype, record.shape)
-    return found
