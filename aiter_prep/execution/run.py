@@ -158,7 +158,7 @@ def _execute(
             raise
         files = list(_write_files(plan, output))
         manifest = manifest_of(plan, backend, output.finished, files)
-        output.seal(manifest.to_json())
+        output.seal(manifest.to_json(), [*output.finished, *(name for name, *_ in files)])
         return manifest
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import BadSource
-from aiter_prep.storage.checkpoint import CONFIG_FILE, read_json_file
+from aiter_prep.storage.checkpoint import (
+    CONFIG_FILE,
+    HF_QUANT_CONFIG_FILE,
+    read_json_file,
+    read_optional_json,
+)
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import MAX_SMALL_FILE_BYTES
 from aiter_prep.storage.jsontext import printable
@@ -30,7 +35,8 @@ def check_source_unchanged(plan: Plan) -> None:
     """Check that the source is as it was when the plan was made.
 
     Raises:
-        BadSource: The size or the time of the last change of a shard is another, or the config is.
+        BadSource: The size or a time of a change of a shard is another, a config says something
+            else.
     """
     folder = plan.checkpoint.folder
     for header in plan.checkpoint.headers:
@@ -38,10 +44,14 @@ def check_source_unchanged(plan: Plan) -> None:
             status = (folder / header.file).stat()
         except OSError as fault:
             raise BadSource(f"cannot read `{printable(header.file)}`: {fault.strerror}") from None
-        if (status.st_size, status.st_mtime_ns) != (header.file_bytes, header.mtime_ns):
+        # a file of the same size and time may have taken its place: the last one tells
+        found = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if found != (header.file_bytes, header.mtime_ns, header.ctime_ns):
             raise _changed(header.file)
     if read_json_file(folder / CONFIG_FILE) != plan.checkpoint.config:
         raise _changed(CONFIG_FILE)
+    if read_optional_json(folder / HF_QUANT_CONFIG_FILE) != plan.checkpoint.hf_quant_config:
+        raise _changed(HF_QUANT_CONFIG_FILE)
 
 
 def _changed(file: str) -> BadSource:

@@ -115,7 +115,7 @@ def _open(folder: Path, name: str | None, revision: str | None) -> Checkpoint:
         name=name or folder.resolve().name,
         revision=revision,
         config=config,
-        hf_quant_config=_read_optional_json(folder / HF_QUANT_CONFIG_FILE),
+        hf_quant_config=read_optional_json(folder / HF_QUANT_CONFIG_FILE),
         headers=headers,
         tensors=tensors,
         unindexed=unindexed,
@@ -154,7 +154,12 @@ def refuse_link_outside(path: Path) -> None:
         )
 
 
-def _read_optional_json(path: Path) -> dict[str, Any] | None:
+def read_optional_json(path: Path) -> dict[str, Any] | None:
+    """Read a JSON object from a file, or return None where there is no file.
+
+    Raises:
+        BadSource: It is too large, or no JSON object.
+    """
     return read_json_file(path) if path.exists() else None
 
 

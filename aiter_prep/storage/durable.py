@@ -22,6 +22,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def create_anew(path: Path, access: int) -> int:
+    """Make a file for our own use and return its descriptor.
+
+    What stood there is removed, never written into: it may be a link to, or another name of,
+    somebody's file.
+
+    Args:
+        path: A temporary name of ours.
+        access: `os.O_WRONLY` or `os.O_RDWR`.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
 def write_whole(folder: Path, name: str, data: bytes) -> None:
     """Write a small file; nothing stands under its name before all of it is on the disk.
 
@@ -30,7 +47,7 @@ def write_whole(folder: Path, name: str, data: bytes) -> None:
     """
     temporary = folder / partial_file(name)
     try:
-        with temporary.open("wb") as file:
+        with os.fdopen(create_anew(temporary, os.O_WRONLY), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -83,7 +83,10 @@ def lock_folder(folder: Path) -> int:
     Raises:
         OutputNotEmpty: Another process holds it.
     """
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except FileNotFoundError:  # that run has failed, and taken the folder away that it had made
+        raise _locked(folder) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # a run that ended meanwhile took its file away, and another may have made one anew
@@ -95,7 +98,11 @@ def lock_folder(folder: Path) -> int:
         raise
     if not is_current:
         os.close(descriptor)
-        raise OutputNotEmpty(
-            f"another process is writing `{printable(str(folder))}`", "wait for it to end"
-        )
+        raise _locked(folder)
     return descriptor
+
+
+def _locked(folder: Path) -> OutputNotEmpty:
+    return OutputNotEmpty(
+        f"another process is writing `{printable(str(folder))}`", "wait for it to end"
+    )

@@ -55,7 +55,9 @@ class Header:
     Attributes:
         file: Name of the shard.
         file_bytes: Size of the file.
-        mtime_ns: When the file was last changed, in nanoseconds since the epoch.
+        mtime_ns: When the file was last changed, in nanoseconds since the epoch; a copy may keep
+            the time of its original.
+        ctime_ns: When the file, its name or its place was last changed, as the system alone notes.
         digest: Digest of the header's bytes, its length prefix included.
         metadata: The `__metadata__` object.
         tensors: The tensors in the order of their offsets.
@@ -64,6 +66,7 @@ class Header:
     file: str
     file_bytes: int
     mtime_ns: int
+    ctime_ns: int
     digest: str
     metadata: Mapping[str, str]
     tensors: tuple[TensorInfo, ...]
@@ -87,8 +90,15 @@ def read_header(path: Path) -> Header:
     tensors = [_tensor(name, entry, path.name, len(raw)) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.total_bytes))
     _check_tiling(tensors, len(raw), file_bytes, path.name)
-    digest = digest_of(raw)
-    return Header(path.name, file_bytes, status.st_mtime_ns, digest, metadata, tuple(tensors))
+    return Header(
+        file=path.name,
+        file_bytes=file_bytes,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+        digest=digest_of(raw),
+        metadata=metadata,
+        tensors=tuple(tensors),
+    )
 
 
 def _read_raw(path: Path) -> tuple[bytes, os.stat_result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from aiter_prep.errors import AiterPrepError, OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.digest import digest_of
-from aiter_prep.storage.durable import sync_folder, write_whole
+from aiter_prep.storage.durable import create_anew, sync_folder, write_whole
 from aiter_prep.storage.folder import (
     JOURNAL_FILE,
     LOCK_FILE,
@@ -31,7 +32,7 @@ from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.swap import recover, swap, work_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -61,9 +62,7 @@ class ShardFile:
     def __init__(self, folder: Path, layout: ShardLayout) -> None:
         self.layout = layout
         self._path = folder / partial_file(layout.file)
-        self._descriptor = os.open(
-            self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
-        )
+        self._descriptor = create_anew(self._path, os.O_RDWR)
         try:
             os.ftruncate(self._descriptor, layout.total_bytes)
             self.write(0, layout.header)
@@ -105,7 +104,8 @@ class OutputFolder:
 
     Shards are written under a temporary name, brought to the disk, renamed, and noted in a
     journal with the digests of their tensors; the manifest comes last, atomically. So at any
-    moment there is either no manifest or a complete folder.
+    moment there is either no manifest or a complete folder. A run that fails keeps its finished
+    shards for `resume`; one that has finished none leaves nothing.
 
     Args:
         folder: The folder to write; made if it is not there.
@@ -131,14 +131,21 @@ class OutputFolder:
             check_ours(folder)
         self.folder = work_folder(folder) if self._replaces else folder
         check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._made = _make_folder(self.folder)
         self._lock = lock_folder(self.folder)
         self._journal = Journal(self.folder)
         try:
             # another run may have ended while we waited for the lock
             check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
-            self._begin(resume=resume)
+            if resume and self._journal.exists():
+                self.finished = self._read_journal()
         except BaseException:
+            self._unlock()
+            raise
+        try:
+            self._begin()
+        except BaseException:
+            self._leave_nothing()
             self._unlock()
             raise
 
@@ -151,6 +158,8 @@ class OutputFolder:
         fault: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if fault is not None:
+            self._leave_nothing()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -158,9 +167,21 @@ class OutputFolder:
             os.close(self._lock)
             self._lock = -1
 
-    def _begin(self, *, resume: bool) -> None:
-        if resume and self._journal.exists():
-            self.finished = self._read_journal()
+    def _leave_nothing(self) -> None:
+        """Remove all that is ours where no shard is finished: there is nothing to go on with.
+
+        What was there before, an empty folder or its parents, stays.
+        """
+        if self.finished:
+            return
+        with contextlib.suppress(OSError):  # the failure that led here is what the user must see
+            _remove_partial_files(self.folder)
+            _remove_ours(self.folder)
+            (self.folder / LOCK_FILE).unlink(missing_ok=True)
+            for folder in self._made:
+                folder.rmdir()
+
+    def _begin(self) -> None:
         _remove_partial_files(self.folder)
         # of a run that was killed between its manifest and its end
         (self.folder / MANIFEST_FILE).unlink(missing_ok=True)
@@ -217,15 +238,31 @@ class OutputFolder:
         write_whole(self.folder, name, data)
         return len(data), digest_of(data)
 
-    def seal(self, manifest: bytes) -> None:
+    def seal(self, manifest: bytes, names: Iterable[str]) -> None:
         """Write the manifest, and put the folder in its place.
 
         The journal goes last: a folder with both is complete, and was not brought to its end.
+
+        Args:
+            manifest: The text of the manifest.
+            names: The files that it promises.
+
+        Raises:
+            AiterPrepError: One is not there: the filesystem takes two names for one.
+            OutputNotEmpty: The folder that is to be replaced holds something else by now.
         """
+        missing = sorted(set(names) - {path.name for path in self.folder.iterdir()})
+        if missing:
+            raise AiterPrepError(
+                f"`{printable(missing[0])}` was written to `{printable(str(self.final))}` and is "
+                "not there: its filesystem may take two names for one, such as README and readme",
+                "write to a filesystem that tells large letters from small ones",
+            )
         sync_folder(self.folder)
         self.write_file(MANIFEST_FILE, manifest)
         sync_folder(self.folder)
         if self._replaces:
+            check_ours(self.final)  # hours later: somebody may have put something beside the files
             swap(self.final)
         for name in (JOURNAL_FILE, LOCK_FILE):
             (self.final / name).unlink(missing_ok=True)
@@ -267,9 +304,16 @@ def _looks_like(path: Path, layout: ShardLayout) -> bool:
         return False
 
 
+def _make_folder(folder: Path) -> list[Path]:
+    """Make a folder and its parents; return those that were not there, the innermost first."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
 def _remove_partial_files(folder: Path) -> None:
     for path in folder.glob(f".*{PARTIAL_SUFFIX}"):
-        if path.is_file():
+        if path.is_symlink() or path.is_file():
             path.unlink()
 
 

@@ -255,8 +255,9 @@ def test_a_disk_that_fills_up_on_the_way_is_survived(
     (place / "other").write_bytes(bytes(400_000))
     code = in_child(lambda: _convert_without_looking(scene, place / "out"))
     assert code == 1
-    left = sum(path.stat().st_blocks * 512 for path in (place / "out").iterdir())
-    final = [path for path in (place / "out").iterdir() if not path.name.startswith(".")]
+    held = list((place / "out").iterdir()) if (place / "out").exists() else []
+    left = sum(path.stat().st_blocks * 512 for path in held)
+    final = [path for path in held if not path.name.startswith(".")]
     assert left <= sum(path.stat().st_size + 4096 for path in final) + 16_384
     (place / "other").unlink()
     small_disk("remount,size=4m")
@@ -333,11 +334,27 @@ def rewrite(scene: Scene) -> None:
     path.write_bytes(path.read_bytes().replace(b"TinyMoe", b"TinyMod"))
 
 
+def replace(scene: Scene) -> None:
+    """Put other bytes in its place, of the same size and time, as `rsync --times` would."""
+    path = scene.source / "model.safetensors"
+    other = bytearray(path.read_bytes())
+    other[-1] ^= 1
+    status = path.stat()
+    (scene.folder / "other").write_bytes(other)
+    os.utime(scene.folder / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (scene.folder / "other").rename(path)
+
+
+def add_a_config(scene: Scene) -> None:
+    """It says what the tensors are quantised with, and was not there when that was decided."""
+    (scene.source / "hf_quant_config.json").write_text("{}", "utf-8")
+
+
 def remove(scene: Scene) -> None:
     (scene.source / "model.safetensors").rename(scene.folder / "away")
 
 
-@pytest.mark.parametrize("change", [touch, rewrite, remove])
+@pytest.mark.parametrize("change", [touch, rewrite, replace, add_a_config, remove])
 def test_a_source_that_changes_while_it_is_read_is_not_sealed(
     change: Callable[[Scene], None], tmp_path: Path
 ) -> None:

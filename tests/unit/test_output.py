@@ -64,7 +64,7 @@ def test_a_shard_lies_under_a_temporary_name_until_it_is_whole(tmp_path: Path) -
         output.finish(file, {"x": Written("d")})
         assert names(tmp_path / "out") == {JOURNAL, LOCK, shard.file}
         output.write_file("config.json", b"{}")
-        output.seal(b"{}\n")
+        output.seal(b"{}\n", [shard.file])
     assert names(tmp_path / "out") == {"config.json", MANIFEST, shard.file}
     assert not is_unfinished(tmp_path / "out")
     assert (tmp_path / "out" / shard.file).read_bytes() == shard.header + b"\7" * 100
@@ -414,7 +414,7 @@ def test_a_run_that_finished_everything_but_the_manifest_reads_nothing_again(
     source = tiny.write(tmp_path / "source")
     prepare(source, tmp_path / "fresh", 2)
 
-    def fail(_output: OutputFolder, _manifest: bytes) -> None:
+    def fail(_output: OutputFolder, _manifest: bytes, _names: object) -> None:
         raise Stopped
 
     monkeypatch.setattr(OutputFolder, "seal", fail)
@@ -651,10 +651,124 @@ def test_room_is_made_sure_of_before_a_byte_is_written(
     needs = f"needs {plan.total_bytes} bytes, the disk has {plan.total_bytes - 1}"
     assert needs in caught.value.message
     assert "free some space" in caught.value.hint
-    assert names(tmp_path / "out") == {JOURNAL, LOCK}
+    assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     execute(plan, tmp_path / "out", resume=True)
     assert problems_of(tmp_path / "out", source) == ()
+
+
+def broken_off(out: Path, act: Callable[[OutputFolder], object], **options: bool) -> None:
+    """Let something happen in a run that fails then."""
+
+    def run() -> None:
+        with OutputFolder(out, fingerprint="f", **options) as output:
+            act(output)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        run()
+
+
+def begin_a_shard(output: OutputFolder) -> None:
+    shard_written(output, layout("model-rank-0-part-0.safetensors")).sync()
+    output.note_files(["LICENSE"])
+    output.write_file("LICENSE", b"free")
+
+
+def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    for out in (tmp_path / "new" / "deep" / "out", tmp_path / "held"):
+        broken_off(out, begin_a_shard)
+    assert names(tmp_path) == {"held"}  # its own folders are gone, the user's is there
+    assert names(tmp_path / "held") == set()
+
+
+def test_a_run_that_finished_a_shard_keeps_it(tmp_path: Path) -> None:
+    shard = layout("model-rank-0-part-0.safetensors")
+
+    def finish_one(output: OutputFolder) -> None:
+        output.finish(shard_written(output, shard), {"x": Written("d")})
+
+    broken_off(tmp_path / "out", finish_one)
+    assert names(tmp_path / "out") == {JOURNAL, LOCK, shard.file}
+    broken_off(tmp_path / "out", lambda output: output.finished[shard.file], resume=True)
+    assert names(tmp_path / "out") == {JOURNAL, LOCK, shard.file}
+
+
+def test_a_run_that_finished_nothing_leaves_what_lies_beside_its_files(tmp_path: Path) -> None:
+    thesis = tmp_path / "out" / "thesis.tex"
+    broken_off(tmp_path / "out", lambda _output: thesis.write_text("mine", "utf-8"))
+    assert names(tmp_path / "out") == {"thesis.tex"}
+
+
+def test_a_replacement_that_finished_nothing_leaves_the_old_folder_alone(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    prepare(source, tmp_path / "out", 2)
+    before = contents(tmp_path / "out")
+    broken_off(tmp_path / "out", begin_a_shard, overwrite=True)
+    assert contents(tmp_path / "out") == before
+    assert names(tmp_path) == {"source", "out"}
+
+
+def test_what_was_put_into_a_folder_while_it_was_replaced_is_kept(tmp_path: Path) -> None:
+    out, thesis = tmp_path / "out", tmp_path / "out" / "thesis.tex"
+    source = tiny.write(tmp_path / "source")
+    prepare(source, out, 2)
+    before = contents(out)
+
+    def write(_progress: Progress) -> None:
+        thesis.write_text("mine", "utf-8")
+
+    plan = plan_of(source, 1)
+    with pytest.raises(OutputNotEmpty, match=r"holds `thesis\.tex`"):
+        execute(plan, out, overwrite=True, progress=write)
+    thesis.unlink()
+    assert contents(out) == before
+    execute(plan, out, overwrite=True, resume=True)
+    assert problems_of(out, source) == ()
+    assert names(tmp_path) == {"source", "out"}
+
+
+# --- what somebody may have put there -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "dangling link"])
+def test_nothing_is_written_through_a_temporary_name(kind: str, tmp_path: Path) -> None:
+    shard, victim = layout(), tmp_path / "victim"
+    if kind != "dangling link":
+        victim.write_bytes(b"mine")
+    with OutputFolder(tmp_path / "out", fingerprint="f") as output:
+        for name in (shard.file, "config.json", MANIFEST):
+            planted = tmp_path / "out" / f".{name}.partial"
+            if kind == "hard link":
+                planted.hardlink_to(victim)
+            else:
+                planted.symlink_to(victim)
+        output.finish(shard_written(output, shard), {"x": Written("d")})
+        output.write_file("config.json", b"{}")
+        output.seal(b"{}\n", [shard.file, "config.json"])
+    assert (tmp_path / "out" / shard.file).read_bytes() == shard.header + b"\7" * 100
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert not victim.exists() or victim.read_bytes() == b"mine"
+
+
+def test_two_names_that_the_filesystem_takes_for_one_are_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny.write(tmp_path / "source")
+    for name in ("README", "readme"):
+        (source / name).write_text(name, "utf-8")
+    prepare(source, tmp_path / "sensitive", 2)
+    assert names(tmp_path / "sensitive") >= {"README", "readme"}
+    real = Path.rename
+
+    def insensitive(self: Path, target: Path) -> Path:
+        return real(self, target.with_name(target.name.replace("readme", "README")))
+
+    monkeypatch.setattr(Path, "rename", insensitive)
+    with pytest.raises(AiterPrepError, match="may take two names for one"):
+        prepare(source, tmp_path / "out", 2)
+    assert not (tmp_path / "out" / MANIFEST).exists()
 
 
 def test_only_what_is_left_needs_room(stopped: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -727,7 +841,7 @@ def test_a_disk_that_fails_gets_its_space_back_and_no_descriptor_stays_open(
         prepare(source, tmp_path / "out", 2)
     monkeypatch.undo()
     gc.collect()
-    assert names(tmp_path / "out") == {JOURNAL, LOCK}
+    assert not (tmp_path / "out").exists()
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
