@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import crashes
+import turns
 from faults import Fault
 
 
@@ -21,17 +22,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("points", nargs="?", type=int, default=200)
     parser.add_argument("--overwrite-points", type=int, default=60)
+    turns.add_argument(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="aiter-prep-crash-") as place:
         scene = crashes.Scene(Path(place))
         calls = scene.calls(scene.convert)
-        faults = list(crashes.points(calls, options.points))
+        faults = list(options.turn.of(crashes.points(calls, options.points)))
         failures = _run("convert", scene, crashes.check_kill, calls, faults)
         for scene.exchange in (True, False):
             scene.clear()
             scene.convert(tp=1)
             calls = scene.calls(lambda: scene.convert(overwrite=True))
-            faults = list(crashes.points(calls, options.overwrite_points))
+            faults = list(options.turn.of(crashes.points(calls, options.overwrite_points)))
             what = f"convert --overwrite, exchange {scene.exchange}"
             failures += _run(what, scene, crashes.check_kill_of_overwrite, calls, faults)
     return 1 if failures else 0

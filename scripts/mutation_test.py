@@ -7,12 +7,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import mutations
+import turns
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
 from mutations import Mutation
 from prepared import small
@@ -27,6 +28,7 @@ def main() -> int:
     """Run the whole test; return 1 if anything was not found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bits", nargs="?", type=int, default=10_000)
+    turns.add_argument(parser)
     options = parser.parse_args()
     rng = random.Random(2026)  # noqa: S311 - no secret
     lost = 0
@@ -36,20 +38,20 @@ def main() -> int:
             source, folder = small(Path(place) / kind, kind, tp=1 if sizes else 2, **sizes)
             checkpoint = open_checkpoint(source)
             share = options.bits // len(KINDS) + options.bits % len(KINDS) * (kind == KINDS[0])
-            lost += _run(
-                f"{kind}: bits", folder, checkpoint, mutations.bit_flips(folder, share, rng)
-            )
-            lost += _run(f"{kind}: files", folder, checkpoint, mutations.of_files(folder, rng))
+            every = {
+                "bits": mutations.bit_flips(folder, share, rng),
+                "files": mutations.of_files(folder, rng),
+            }
             for fits in (False, True):
                 how = "digests that fit" if fits else "old digests"
-                every = mutations.of_tensors(folder, fits=fits)
-                lost += _run(f"{kind}: tensors swapped, {how}", folder, checkpoint, every)
-                fields = mutations.of_manifest(folder, fits=fits)
-                lost += _run(f"{kind}: manifest edited, {how}", folder, checkpoint, fields)
+                every[f"tensors swapped, {how}"] = mutations.of_tensors(folder, fits=fits)
+                every[f"manifest edited, {how}"] = mutations.of_manifest(folder, fits=fits)
+            for what, some in every.items():
+                lost += _run(f"{kind}: {what}", folder, checkpoint, options.turn.of(some))
     return 1 if lost else 0
 
 
-def _run(what: str, folder: Path, source: Checkpoint, every: Iterator[Mutation]) -> int:
+def _run(what: str, folder: Path, source: Checkpoint, every: Iterable[Mutation]) -> int:
     begin = time.monotonic()
     found = alike = free = 0
     lost: list[str] = []
