@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aiter_prep._version import __version__
-from aiter_prep.cli import convert, demo, env, faults, inspect, layouts, restore, verify
+from aiter_prep.cli import convert, demo, env, faults, inspect, layouts, push, restore, verify
 from aiter_prep.cli.flags import exit_codes
 from aiter_prep.cli.output import PROGRAM, Output
 from aiter_prep.cli.stopping import stopping
@@ -23,12 +23,13 @@ COMMANDS = (
     (verify.verify, exit_codes(3, 10, 11, code_0="nothing is wrong")),
     (inspect.inspect, exit_codes(3, 10, 11)),
     (restore.restore, exit_codes(3, 11, 12)),
+    (push.push, exit_codes(3, 12)),
     (env.env, exit_codes()),
     (demo.demo, exit_codes(12)),
 )
 
 
-ORDER = ("convert", "verify", "inspect", "restore", "layouts", "env", "demo")
+ORDER = ("convert", "verify", "inspect", "restore", "push", "layouts", "env", "demo")
 
 
 def run(argv: Sequence[str], *, owns_process: bool) -> int:

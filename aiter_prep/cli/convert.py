@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,13 +13,15 @@ import typer
 from aiter_prep.cli import convert_flags as flags
 from aiter_prep.cli import plan_words, words
 from aiter_prep.cli.convert_flags import Request
-from aiter_prep.cli.flags import Json, MaxShardSize, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import Json, MaxShardSize, Private, Quiet, Verbose, output_of
+from aiter_prep.cli.push import push_body, push_lines, run_push
 from aiter_prep.cli.values import given, parse_ranks, parse_size, read_sharing
 
 if TYPE_CHECKING:
     from aiter_prep.cli.output import Output
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan
+    from aiter_prep.storage.checkpoint import Checkpoint
 
 SCHEMA = "aiter-prep/convert/1"
 
@@ -49,6 +52,10 @@ def convert(
     activation_dtype: flags.ActivationDtype = None,
     moe_backend: flags.MoeBackend = None,
     fuse_shared_experts: flags.FuseSharedExperts = False,
+    stream: flags.Stream = False,
+    stream_disk: flags.StreamDisk = None,
+    push: flags.Push = None,
+    private: Private = False,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -74,13 +81,18 @@ def convert(
         overwrite=overwrite,
         as_common=tuple(as_common or ()),
         trust_tensors=trust_tensors,
+        stream=stream,
+        stream_disk=None if stream_disk is None else parse_size(stream_disk, "--stream-disk"),
+        push=push,
+        private=private,
     )
     (_dry_run if dry_run else _convert)(output, request)
 
 
 def _dry_run(output: Output, request: Request) -> None:
     place = _place(output, request)
-    plan = _plan(output, request, place)
+    with TemporaryDirectory(prefix="aiter-prep-") as scratch:
+        plan = _plan(output, request, place.gfx, Path(scratch))
     plan_words.show(output, plan, place.out, resume=request.resume, overwrite=request.overwrite)
     output.next_command("write it with", *(word for word in output.argv if word != "--dry-run"))
 
@@ -89,10 +101,13 @@ def _convert(output: Output, request: Request) -> None:
     from aiter_prep.backends.table import choose_backend
     from aiter_prep.execution import execute, layouts_of
     from aiter_prep.inspection.room import check_room
+    from aiter_prep.storage.remote import scratch_folder
 
     place = _place(output, request)
     check_room(place.out, resume=request.resume, overwrite=request.overwrite)
-    plan = _plan(output, request, place)
+    if request.push is not None:
+        _check_push(output, request.push, request)
+    plan = _plan(output, request, place.gfx, scratch_folder(place.out))
     for warning in plan.warnings:
         output.warning(warning)
     backend, reason = choose_backend(
@@ -118,8 +133,23 @@ def _convert(output: Output, request: Request) -> None:
     output.lines(*_lines(plan, place.out, seconds))
     if output.verbose:
         output.lines(*plan_words.shard_lines(plan))
-    output.document(SCHEMA, _body(plan, place.out, manifest, seconds))
+    pushed = None if request.push is None else _push(output, request.push, request, place.out)
+    output.document(SCHEMA, {**_body(plan, place.out, manifest, seconds), "pushed": pushed})
     output.next_command("prove it with", "verify", str(place.out))
+
+
+def _check_push(output: Output, repo_id: str, request: Request) -> None:
+    """Find out whether a push would be taken, before the conversion takes its time."""
+    from aiter_prep.publication import check_place, open_place
+
+    check_place(repo_id)
+    open_place(repo_id, private=request.private, quiet=output.quiet)
+
+
+def _push(output: Output, repo_id: str, request: Request, out: Path) -> dict[str, Any]:
+    done = run_push(output, out, repo_id, private=request.private)
+    output.lines(*push_lines(done, out))
+    return push_body(done)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,24 +172,33 @@ def _place(output: Output, request: Request) -> _Place:
     return _Place(gfx, request.out or Path(name))
 
 
-def _plan(output: Output, request: Request, place: _Place) -> Plan:
+def _plan(output: Output, request: Request, gfx: str, scratch: Path) -> Plan:
     from aiter_prep.plan import make_plan
-    from aiter_prep.storage.hub import open_source
 
     return make_plan(
-        open_source(request.source, request.revision, quiet=output.quiet),
+        _source(output, request, scratch),
         tp=request.sharing.tp,
         ep=request.sharing.ep,
         placement=request.sharing.placement,
         options=request.options,
         fuse_shared_experts=request.fuse_shared_experts,
         target=request.target,
-        gfx=place.gfx,
+        gfx=gfx,
         ranks=request.ranks,
         max_shard_bytes=request.max_shard_bytes,
         as_common=request.as_common,
         trust_tensors=request.trust_tensors,
     )
+
+
+def _source(output: Output, request: Request, scratch: Path) -> Checkpoint:
+    """Open the source: whole, or by its headers where the shards are to come one by one."""
+    from aiter_prep.storage.hub import open_source
+    from aiter_prep.storage.sources import open_streamed
+
+    if not request.stream:
+        return open_source(request.source, request.revision, quiet=output.quiet)
+    return open_streamed(request.source, request.revision, scratch, request.stream_disk)
 
 
 def _default_chip(output: Output, chips: tuple[str, ...]) -> str:

@@ -171,6 +171,31 @@ TrustTensors: TypeAlias = Annotated[
         help="Go on where the config promises another scheme than the tensors have.",
     ),
 ]
+Stream: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--stream",
+        help="Fetch the shards of a Hub source while it is converted, and delete each behind its "
+        "last use.",
+    ),
+]
+StreamDisk: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--stream-disk",
+        envvar="AITER_PREP_STREAM_DISK",
+        metavar="SIZE",
+        help="Most of the source that lies on the disk at a time; 50GB by default.",
+    ),
+]
+Push: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--push",
+        metavar="REPO",
+        help="Then verify the folder and push it to this repository of the Hub, org/name.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +220,7 @@ class Request:
     overwrite: bool
     as_common: tuple[str, ...]
     trust_tensors: bool
+    push: str | None
+    private: bool
+    stream: bool
+    stream_disk: int | None

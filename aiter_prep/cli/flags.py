@@ -36,6 +36,9 @@ MaxShardSize: TypeAlias = Annotated[
         help="Limit for a shard's data: bytes, or a number with KB, MB, GB, KiB, MiB, GiB.",
     ),
 ]
+Private: TypeAlias = Annotated[
+    bool, typer.Option("--private", help="A repository that is made for a push is private.")
+]
 
 EXIT_CODES = {
     0: "done",

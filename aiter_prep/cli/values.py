@@ -15,7 +15,7 @@ _RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?", re.ASCII)
 MAX_RANKS = 4096
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, flag: str = "--max-shard-size") -> int:
     """Return the bytes that a size stands for: `5GB`, `4.5GiB`, `1000`.
 
     Raises:
@@ -24,13 +24,13 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise InvalidUsage(
-            f"--max-shard-size {printable(text)} is no size",
+            f"{flag} {printable(text)} is no size",
             "give bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 5GB",
         )
     base = 1024 if match[3] else 1000
     total_bytes = int(float(match[1]) * base ** _POWERS[match[2].lower()])
     if total_bytes < 1:
-        raise InvalidUsage(f"--max-shard-size {printable(text)} is less than a byte")
+        raise InvalidUsage(f"{flag} {printable(text)} is less than a byte")
     return total_bytes
 
 

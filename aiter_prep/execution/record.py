@@ -132,11 +132,18 @@ def _wrap(original: Any) -> dict[str, Any]:
 
 
 def _source(plan: Plan) -> dict[str, Any]:
+    supply = plan.checkpoint.supply
+    sha256 = supply.sha256 if supply else {}
     return {
         "name": plan.checkpoint.name,
         "revision": plan.checkpoint.revision,
         "files": [
-            {"name": header.file, "size": header.file_bytes, "header_digest": header.digest}
+            {
+                "name": header.file,
+                "size": header.file_bytes,
+                "header_digest": header.digest,
+                **({"sha256": sha256[header.file]} if header.file in sha256 else {}),
+            }
             for header in plan.checkpoint.headers
         ],
     }

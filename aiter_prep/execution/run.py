@@ -6,6 +6,7 @@ import os
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from aiter_prep.execution.jobs import Context, copy_tensors, run_block
 from aiter_prep.execution.record import manifest_of, wrapped_config
 from aiter_prep.execution.shardset import ShardSet
 from aiter_prep.execution.source import check_source_unchanged, read_small_file
+from aiter_prep.execution.supplied import Job, supplied
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import CONFIG_FILE
 from aiter_prep.storage.digest import digest_of
@@ -118,6 +120,7 @@ def fingerprint_of(plan: Plan) -> str:
                 "source": [
                     [h.file, h.file_bytes, h.mtime_ns, h.digest] for h in plan.checkpoint.headers
                 ],
+                "sha256": plan.checkpoint.supply.sha256 if plan.checkpoint.supply else {},
                 "target": [plan.target.name, plan.gfx, list(plan.ranks), plan.options],
                 "options": [
                     plan.as_common,
@@ -159,6 +162,8 @@ def _execute(
         files = list(_write_files(plan, output))
         manifest = manifest_of(plan, backend, output.finished, files)
         output.seal(manifest.to_json(), [*output.finished, *(name for name, *_ in files)])
+        if plan.checkpoint.supply is not None:
+            plan.checkpoint.supply.clear()
         return manifest
 
 
@@ -180,9 +185,13 @@ def _run_jobs(plan: Plan, run: _Run) -> None:
     context = Context(
         run.reader, run.shards, Scratch(run.backend.buffer), run.backend, stop, counter.add
     )
-    jobs, total = _jobs(plan, context)
+    jobs = _jobs(plan, context)
+    total = sum(job.total_bytes for job in jobs)
+    work = [job.run for job in jobs]
+    if plan.checkpoint.supply is not None:
+        work = supplied(jobs, plan.checkpoint.supply, context)
     pool = ThreadPoolExecutor(run.workers, thread_name_prefix="aiter-prep")
-    futures = [pool.submit(job) for job in jobs]
+    futures = [pool.submit(job) for job in work]
     try:
         pending: set[Future[None]] = set(futures)
         while pending:
@@ -208,38 +217,37 @@ class _Counter:
             self.value += count
 
 
-def _jobs(plan: Plan, context: Context) -> tuple[list[Callable[[], None]], int]:
-    """Return what is left to do, and how many source bytes that reads."""
-    jobs: list[Callable[[], None]] = []
-    total = 0
+def _jobs(plan: Plan, context: Context) -> list[Job]:
+    """Return what is left to do."""
+    jobs: list[Job] = []
     for block in plan.blocks:
         if any(
             not context.shards.is_finished(step.rank, stack.name)
             for stack in block.stacks
             for step in stack.steps
         ):
-            jobs.append(_bound(run_block, context, block))
-            total += block.block.total_bytes
+            tensors = [t for s in block.stacks for x in (*s.sources, *s.scales) for t in x.tensors]
+            run = partial(run_block, context, block)
+            jobs.append(Job(run, frozenset(t.file for t in tensors), block.block.total_bytes))
     left = [t for t in plan.common if not context.shards.is_finished(None, t.name)]
-    for batch in _batches(left):
-        jobs.append(_bound(copy_tensors, context, batch))
-        total += sum(tensor.total_bytes for tensor in batch)
-    return jobs, total
+    if plan.checkpoint.supply is not None:  # so that a batch needs one shard, not all of them
+        left.sort(key=lambda tensor: (tensor.file, tensor.start))
+    for batch in _batches(left, by_file=plan.checkpoint.supply is not None):
+        total = sum(tensor.total_bytes for tensor in batch)
+        files = frozenset(tensor.file for tensor in batch)
+        jobs.append(Job(partial(copy_tensors, context, batch), files, total))
+    return jobs
 
 
-def _bound(function: Callable[..., None], *arguments: object) -> Callable[[], None]:
-    return lambda: function(*arguments)
-
-
-def _batches(tensors: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
+def _batches(tensors: Sequence[TensorInfo], *, by_file: bool) -> Iterator[list[TensorInfo]]:
     batch: list[TensorInfo] = []
     filled = 0
     for tensor in tensors:
-        batch.append(tensor)
-        filled += tensor.total_bytes
-        if filled >= COPY_JOB_BYTES:
+        if batch and (filled >= COPY_JOB_BYTES or (by_file and tensor.file != batch[0].file)):
             yield batch
             batch, filled = [], 0
+        batch.append(tensor)
+        filled += tensor.total_bytes
     if batch:
         yield batch
 

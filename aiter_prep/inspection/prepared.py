@@ -73,6 +73,7 @@ class PreparedInspection:
         layouts: Layout to number of tensors in it.
         conversions: Change of values to what it means.
         skipped: Source tensors that were left out.
+        is_lossy: Whether the source cannot be had back.
     """
 
     folder: Path
@@ -88,6 +89,7 @@ class PreparedInspection:
     layouts: Mapping[str, int]
     conversions: Mapping[str, str]
     skipped: tuple[Mapping[str, str], ...]
+    is_lossy: bool
 
     def to_json(self) -> dict[str, Any]:
         """Return what it says as plain values."""
@@ -146,6 +148,7 @@ def _inspection(folder: Path, manifest: Manifest) -> PreparedInspection:
         layouts=dict(sorted(layouts.items())),
         conversions=manifest.conversions,
         skipped=manifest.skipped,
+        is_lossy=bool(manifest.lossy),
     )
 
 

@@ -13,7 +13,9 @@ from aiter_prep.storage.header import Header, TensorInfo, read_header
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from aiter_prep.storage.supply import ShardSupply
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "aiter_prep.json"
@@ -41,6 +43,7 @@ class Checkpoint:
         tensors: Every tensor that the index names, by name.
         unindexed: Tensors in those shards which the index does not name.
         stray_files: safetensors files beside the shards which the index does not name.
+        supply: What brings the shards, where they do not lie in the folder.
     """
 
     folder: Path
@@ -52,6 +55,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     unindexed: tuple[TensorInfo, ...] = ()
     stray_files: tuple[str, ...] = field(default=())
+    supply: ShardSupply | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -96,6 +100,28 @@ def open_checkpoint(
         raise BadSource(f"cannot read `{printable(str(folder))}`: {fault.strerror}") from None
 
 
+def open_supplied(
+    headers: Sequence[Header], supply: ShardSupply, *, name: str, revision: str | None
+) -> Checkpoint:
+    """Open a checkpoint whose shards lie elsewhere.
+
+    Args:
+        headers: Of every shard.
+        supply: What brings the shards into its folder, which holds all the other files.
+        name: What to call it.
+        revision: The Hub commit.
+
+    Raises:
+        BadSource: Something is missing or contradicts itself.
+        NoRule: It is prepared already.
+    """
+    ordered = tuple(sorted(headers, key=lambda header: header.file))
+    config = _read_config(supply.folder)
+    indexes = sorted(supply.folder.glob("*.safetensors.index.json"))
+    weight_map = _weight_map(indexes[0]) if indexes else None
+    return _checked(supply.folder, name, revision, config, weight_map, ordered, supply)
+
+
 def _open(folder: Path, name: str | None, revision: str | None) -> Checkpoint:
     _refuse_prepared_folder(folder)
     config = _read_config(folder)
@@ -103,12 +129,24 @@ def _open(folder: Path, name: str | None, revision: str | None) -> Checkpoint:
     for file in files:
         refuse_link_outside(folder / file)
     headers = tuple(read_header(folder / file) for file in files)
+    return _checked(folder, name, revision, config, weight_map, headers, None)
+
+
+def _checked(
+    folder: Path,
+    name: str | None,
+    revision: str | None,
+    config: Mapping[str, Any],
+    weight_map: Mapping[str, str] | None,
+    headers: tuple[Header, ...],
+    supply: ShardSupply | None,
+) -> Checkpoint:
     for header in headers:
         _refuse_shuffled_shard(header)
     tensors, unindexed = _match(weight_map, headers)
     if not tensors:
         raise BadSource(f"`{printable(folder.name)}` holds no tensor")
-    known = set(files)
+    known = {header.file for header in headers}
     stray = sorted(p.name for p in folder.glob("*.safetensors") if p.name not in known)
     return Checkpoint(
         folder=folder,
@@ -119,7 +157,8 @@ def _open(folder: Path, name: str | None, revision: str | None) -> Checkpoint:
         headers=headers,
         tensors=tensors,
         unindexed=unindexed,
-        stray_files=tuple(stray),
+        stray_files=() if supply else tuple(stray),
+        supply=supply,
     )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 JOURNAL_FILE = ".aiter_prep.journal"
 LOCK_FILE = ".aiter_prep.lock"
 PARTIAL_SUFFIX = ".partial"
+HUB_FILES = frozenset({".cache", ".gitattributes"})  # beside what was downloaded from the Hub
 
 SHARD_NAME = re.compile(r"model-(?:rank-(?:0|[1-9]\d*)|common)-part-(?:0|[1-9]\d*)\.safetensors")
 

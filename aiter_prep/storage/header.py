@@ -83,18 +83,34 @@ def read_header(path: Path) -> Header:
         NoRule: A dtype is not known.
     """
     raw, status = _read_raw(path)
-    file_bytes = status.st_size
-    what = f"the header of `{printable(path.name)}`"
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return parse_header(raw, path.name, status.st_size, times)
+
+
+def parse_header(raw: bytes, file: str, file_bytes: int, times: tuple[int, int] = (0, 0)) -> Header:
+    """Check the header of a safetensors file whose bytes may lie elsewhere.
+
+    Args:
+        raw: The header, its length prefix included.
+        file: Name of the file.
+        file_bytes: Size of the file.
+        times: Its `mtime_ns` and `ctime_ns`, where they mean something.
+
+    Raises:
+        BadSource: It lies.
+        NoRule: A dtype is not known.
+    """
+    what = f"the header of `{printable(file)}`"
     entries = jsontext.parse_object(raw[PREFIX_BYTES:], what)
     metadata = _metadata(entries.pop("__metadata__", {}), what)
-    tensors = [_tensor(name, entry, path.name, len(raw)) for name, entry in entries.items()]
+    tensors = [_tensor(name, entry, file, len(raw)) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.total_bytes))
-    _check_tiling(tensors, len(raw), file_bytes, path.name)
+    _check_tiling(tensors, len(raw), file_bytes, file)
     return Header(
-        file=path.name,
+        file=file,
         file_bytes=file_bytes,
-        mtime_ns=status.st_mtime_ns,
-        ctime_ns=status.st_ctime_ns,
+        mtime_ns=times[0],
+        ctime_ns=times[1],
         digest=digest_of(raw),
         metadata=metadata,
         tensors=tuple(tensors),
@@ -111,7 +127,7 @@ def _read_raw(path: Path) -> tuple[bytes, os.stat_result]:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             prefix = file.read(PREFIX_BYTES)
-            length = _header_length(prefix, status.st_size, name)
+            length = header_length(prefix, status.st_size, name)
             raw = prefix + file.read(length)
     except OSError as fault:
         raise BadSource(f"cannot read shard `{name}`: {fault.strerror}") from None
@@ -120,7 +136,17 @@ def _read_raw(path: Path) -> tuple[bytes, os.stat_result]:
     return raw, status
 
 
-def _header_length(prefix: bytes, file_bytes: int, name: str) -> int:
+def header_length(prefix: bytes, file_bytes: int, name: str) -> int:
+    """Return the bytes of a header behind its length prefix.
+
+    Args:
+        prefix: The first `PREFIX_BYTES` of the file.
+        file_bytes: Size of the file.
+        name: What to call the file.
+
+    Raises:
+        BadSource: The file has no room for it, or it is larger than any.
+    """
     if len(prefix) < PREFIX_BYTES:
         raise BadSource(
             f"shard `{name}` is truncated: {file_bytes} bytes cannot hold a header",

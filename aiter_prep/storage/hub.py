@@ -19,7 +19,7 @@ from aiter_prep.storage.checkpoint import (
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 INDEX_SUFFIX = ".safetensors.index.json"
 HTTP_OUTAGE = 500  # from this status on, the Hub itself is at fault
@@ -30,9 +30,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*")
 
 
+def is_hub_name(text: str) -> bool:
+    """Return whether a text has the form of a repository's name, `org/name`."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
 def is_hub_id(source: str) -> bool:
     """Return whether a source is meant as `org/name` of the Hub: no folder, and no path either."""
-    return _HUB_ID.fullmatch(source) is not None and not Path(source).exists()
+    return is_hub_name(source) and not Path(source).exists()
 
 
 def name_of(source: str) -> str:
@@ -90,7 +95,7 @@ def download(repo_id: str, revision: str | None = None, *, quiet: bool = False) 
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    with _hub_faults(repo_id, revision):
+    with hub_faults(repo_id, revision):
         if quiet:
             disable_progress_bars()
         # resolves the revision, and notes it in the cache for a time without a network
@@ -108,7 +113,7 @@ def _names(repo_id: str, commit: str) -> list[str] | None:
 
     try:
         info = HfApi(library_name="aiter-prep").model_info(repo_id, revision=commit)
-    except _network_faults() as fault:
+    except network_faults() as fault:
         response = getattr(fault, "response", None)
         if response is not None and response.status_code < HTTP_OUTAGE:
             raise
@@ -116,7 +121,7 @@ def _names(repo_id: str, commit: str) -> list[str] | None:
     return [file.rfilename for file in info.siblings or ()]
 
 
-def _network_faults() -> tuple[type[Exception], ...]:
+def network_faults() -> tuple[type[Exception], ...]:
     """Return what huggingface_hub and the HTTP client below it raise without an answer.
 
     The client changed twice (requests, httpx, httpx2); the root of its errors is always a base
@@ -131,14 +136,30 @@ def _fetch(repo_id: str, commit: str, names: Sequence[str]) -> None:
     """Fetch the shards and the small files of a commit."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    index = _index_of(repo_id, names)
-    if index is None:
-        shards = [_single_file(repo_id, names)]
-    else:
-        path = Path(hf_hub_download(repo_id, index, revision=commit))
-        shards = _shards_of_index(path, repo_id, names)
+    shards = shard_names(
+        repo_id, names, lambda index: Path(hf_hub_download(repo_id, index, revision=commit))
+    )
     wanted = [*shards, *small_names(names)]
     snapshot_download(repo_id, revision=commit, allow_patterns=wanted)
+
+
+def shard_names(
+    repo_id: str, names: Sequence[str], fetch_index: Callable[[str], Path]
+) -> list[str]:
+    """Return the shards that count among the files of a repository or a remote folder.
+
+    Args:
+        repo_id: What to call it.
+        names: Its files.
+        fetch_index: Brings the index, and returns where it is.
+
+    Raises:
+        BadSource: It is not whole, or names what it may not name.
+    """
+    index = _index_of(repo_id, names)
+    if index is None:
+        return [_single_file(repo_id, names)]
+    return _shards_of_index(fetch_index(index), repo_id, names)
 
 
 def small_names(names: Sequence[str]) -> list[str]:
@@ -198,7 +219,7 @@ def _shards_of_index(path: Path, repo_id: str, names: Sequence[str]) -> list[str
 
 
 @contextmanager
-def _hub_faults(repo_id: str, revision: str | None) -> Iterator[None]:
+def hub_faults(repo_id: str, revision: str | None) -> Iterator[None]:
     """Turn what huggingface_hub raises into what a user can act upon."""
     try:
         yield
@@ -244,7 +265,7 @@ def _explained(fault: Exception, repo_id: str, revision: str | None) -> BadSourc
         if isinstance(fault, getattr(errors, kind)):
             shown = printable(revision or "main")
             return BadSource(message.format(repo_id=repo_id, revision=shown), hint)
-    if isinstance(fault, (errors.HFValidationError, *_network_faults())):
+    if isinstance(fault, (errors.HFValidationError, *network_faults())):
         first_line = str(fault).strip().partition("\n")[0] or type(fault).__name__
         return BadSource(
             f"cannot fetch `{repo_id}`: {printable(first_line)}",

@@ -87,6 +87,13 @@ class FolderReader:
             self._idle.clear()
             self._idle_count = 0
 
+    def forget(self, file: str) -> None:
+        """Close what is open of a file, so that its space comes back when it is deleted."""
+        with self._lock:
+            for descriptor in self._idle.pop(file, []):
+                os.close(descriptor)
+                self._idle_count -= 1
+
     @contextmanager
     def _descriptor(self, file: str) -> Iterator[int]:
         descriptor = self._borrow(file)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,106 +13,14 @@ import pytest
 from aiter_prep.errors import BadSource, InvalidUsage
 from aiter_prep.storage import hub
 from aiter_prep.storage.checkpoint import INDEX_FILE
+from hub_server import COMMIT, REPO, HubServer, run_with, serving
 from support import fixture
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-REPO = "some-org/some-model"
-
-
-@dataclass
-class FakeHub:
-    """The few endpoints of the Hub that a download needs, with the files of one repository."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    refusal: tuple[int, str] | None = None
-    fetched: list[str] = field(default_factory=list)
-    url: str = ""
-
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        path, _, _ = path.partition("?")
-        if self.refusal is not None:
-            status, code = self.refusal
-            return status, {"X-Error-Code": code, "X-Error-Message": "refused"}, b""
-        if not path.startswith((f"/api/models/{REPO}", f"/{REPO}/resolve/")):
-            return 404, {"X-Error-Code": "RepoNotFound"}, b""
-        fields = path.split("/")
-        revision = fields[6:7] if fields[1] == "api" else fields[4:5]
-        if revision not in ([], ["main"], [COMMIT]):
-            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
-        if "/tree/" in path:
-            return self._json([self._entry(name) for name in sorted(self.files)])
-        if path.startswith("/api"):
-            siblings = [{"rfilename": name} for name in sorted(self.files)]
-            return self._json({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings})
-        return self._file(path.split("/", 5)[5])
-
-    def _json(self, document: Any) -> tuple[int, dict[str, str], bytes]:
-        return 200, {"Content-Type": "application/json"}, json.dumps(document).encode()
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        return {"type": "file", "path": name, "size": len(self.files[name]), "oid": _etag(name)}
-
-    def _file(self, name: str) -> tuple[int, dict[str, str], bytes]:
-        if name not in self.files:
-            return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        self.fetched.append(name)
-        return 200, {"ETag": f'"{_etag(name)}"', "X-Repo-Commit": COMMIT}, self.files[name]
-
-
-def _etag(name: str) -> str:
-    return name.encode().hex().ljust(40, "0")[:40]
 
 
 @pytest.fixture
-def fake_hub() -> Iterator[FakeHub]:
-    state = FakeHub()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            status, headers, body = state.answer(self.path)
-            self.send_response(status)
-            for key, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        do_HEAD = do_GET  # noqa: N815 - the name that the server looks for
-
-        def log_message(self, *_: object) -> None:
-            """Stay quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def run_with(hub_url: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line with the real client, in a process of its own."""
-    env = {
-        **os.environ,
-        "HF_ENDPOINT": hub_url,
-        "HF_HOME": str(home / "hf"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "aiter_prep", *arguments],
-        cwd=home,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def fake_hub() -> Iterator[HubServer]:
+    with serving() as server:
+        yield server
 
 
 def convert(hub_url: str, home: Path, *more: str, repo: str = REPO) -> dict[str, Any]:
@@ -135,7 +38,7 @@ def model_files() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_repository_is_converted_under_its_commit(fake_hub: FakeHub, tmp_path: Path) -> None:
+def test_a_repository_is_converted_under_its_commit(fake_hub: HubServer, tmp_path: Path) -> None:
     fake_hub.files = model_files()
     document = convert(fake_hub.url, tmp_path)
     assert document["schema"] == "aiter-prep/convert/1"
@@ -147,7 +50,7 @@ def test_a_repository_is_converted_under_its_commit(fake_hub: FakeHub, tmp_path:
     assert json.loads(done.stdout)["is_clean"]
 
 
-def test_only_the_files_that_are_needed_are_fetched(fake_hub: FakeHub, tmp_path: Path) -> None:
+def test_only_the_files_that_are_needed_are_fetched(fake_hub: HubServer, tmp_path: Path) -> None:
     unwanted = ("pytorch_model.bin", "model.gguf", "original/consolidated.pth", "a.pt", "b.onnx")
     wanted = ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "code.py", "README.md")
     fake_hub.files = model_files() | dict.fromkeys((*unwanted, *wanted), b"{}")
@@ -158,7 +61,7 @@ def test_only_the_files_that_are_needed_are_fetched(fake_hub: FakeHub, tmp_path:
     assert fetched.issuperset((*wanted, "config.json", "model.safetensors"))
 
 
-def test_what_is_in_the_cache_serves_without_a_network(fake_hub: FakeHub, tmp_path: Path) -> None:
+def test_what_is_in_the_cache_serves_without_a_network(fake_hub: HubServer, tmp_path: Path) -> None:
     fake_hub.files = model_files()
     assert convert(fake_hub.url, tmp_path, "first")["exit_code"] == 0
     document = convert("http://127.0.0.1:9", tmp_path, "second")
@@ -183,7 +86,7 @@ def test_without_a_network_and_a_cache_the_error_says_so(tmp_path: Path) -> None
     ],
 )
 def test_what_the_hub_refuses_is_explained(
-    fake_hub: FakeHub, tmp_path: Path, refusal: tuple[int, str], error: str, hint: str
+    fake_hub: HubServer, tmp_path: Path, refusal: tuple[int, str], error: str, hint: str
 ) -> None:
     fake_hub.refusal = refusal
     document = convert(fake_hub.url, tmp_path)
@@ -192,7 +95,7 @@ def test_what_the_hub_refuses_is_explained(
     assert hint in document["hint"]
 
 
-def test_a_revision_that_does_not_exist_is_named(fake_hub: FakeHub, tmp_path: Path) -> None:
+def test_a_revision_that_does_not_exist_is_named(fake_hub: HubServer, tmp_path: Path) -> None:
     fake_hub.files = model_files()
     document = convert(fake_hub.url, tmp_path, "--revision", "v9")
     assert document["exit_code"] == 10
@@ -291,14 +194,14 @@ def test_a_folder_that_may_not_be_read_is_a_bad_source(tmp_path: Path) -> None:
         hub.open_source(str(locked / "model"))
 
 
-def test_a_repository_without_a_config_is_refused(fake_hub: FakeHub, tmp_path: Path) -> None:
+def test_a_repository_without_a_config_is_refused(fake_hub: HubServer, tmp_path: Path) -> None:
     fake_hub.files = {"README.md": b"nothing else"}
     document = convert(fake_hub.url, tmp_path)
     assert document["exit_code"] == 10
     assert document["error"] == f"`{REPO}` has no `config.json`"
 
 
-def test_a_hub_that_fails_half_way_leaves_what_it_gave(fake_hub: FakeHub, tmp_path: Path) -> None:
+def test_a_hub_that_fails_half_way_leaves_what_it_gave(fake_hub: HubServer, tmp_path: Path) -> None:
     fake_hub.files = model_files()
     whole = fake_hub.files.pop("model.safetensors")
     document = convert(fake_hub.url, tmp_path)

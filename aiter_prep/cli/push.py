@@ -1,0 +1,107 @@
+"""`aiter-prep push`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from aiter_prep.cli import words
+from aiter_prep.cli.flags import Json, Private, Quiet, Verbose, output_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aiter_prep.cli.output import Output
+    from aiter_prep.publication import Pushed
+
+SCHEMA = "aiter-prep/push/1"
+
+
+def push(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO", help="A repository of the Hub, org/name.")
+    ],
+    *,
+    private: Private = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            "--revision",
+            "--branch",
+            metavar="BRANCH",
+            help="The branch to write; by default one of its own, named TARGET-tpN-GFX.",
+        ),
+    ] = None,
+    card: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="The model card: write (ours, or refuse another's), leave, or replace.",
+        ),
+    ] = "write",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what else that branch holds.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Push a prepared folder to a branch of a Hub repository.
+
+    Every byte is verified first. What is there already is not sent again, so the same command goes
+    on with what was cut off.
+    """
+    output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    done = run_push(
+        output,
+        folder,
+        repo_id,
+        private=private,
+        branch=revision,
+        card=card,
+        overwrite=overwrite,
+    )
+    output.lines(*push_lines(done, folder))
+    output.document(SCHEMA, {"folder": str(folder), **push_body(done)})
+
+
+def run_push(output: Output, folder: Path, repo_id: str, **options: Any) -> Pushed:
+    """Verify a folder and push it, with progress."""
+    from aiter_prep.publication import check_folder, check_place, push
+
+    check_place(repo_id, options.get("branch"), options.get("card", "write"))
+    with output.progress("verifying") as progress:
+        files = check_folder(folder, progress)
+    return push(folder, repo_id, quiet=output.quiet, files=files, **options)
+
+
+def push_lines(done: Pushed, folder: Path) -> Iterator[str]:
+    """Yield what a push did, for people."""
+    yield f"pushed {folder} to {done.repo_id}"
+    sent = words.count(done.uploaded_files, "file")
+    facts = [
+        ("branch", done.branch),
+        ("commit", done.commit),
+        ("holds", f"{words.count(done.files, 'file')}, {words.size(done.total_bytes)}"),
+        ("sent", f"{sent}, {words.size(done.uploaded_bytes)}"),
+        ("card", done.card),
+    ]
+    yield from words.columns(facts)
+
+
+def push_body(done: Pushed) -> dict[str, Any]:
+    """Return what a push did, as JSON has it."""
+    return {
+        "repo": done.repo_id,
+        "branch": done.branch,
+        "commit": done.commit,
+        "files": done.files,
+        "total_bytes": done.total_bytes,
+        "uploaded_files": done.uploaded_files,
+        "uploaded_bytes": done.uploaded_bytes,
+        "card": done.card,
+    }
