@@ -9,6 +9,7 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.pictures import check_suffixes, write_pictures
 from aiter_prep.cli.plan_words import group_line
 
 if TYPE_CHECKING:
@@ -32,6 +33,20 @@ def inspect(
         Path, typer.Argument(metavar="PATH", help="A checkpoint, or a prepared folder.")
     ],
     *,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg", dir_okay=False, help="Also draw where the bytes are: a picture."
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            dir_okay=False,
+            help="Also write a page about a prepared folder; it needs nothing beside it.",
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -44,7 +59,9 @@ def inspect(
     from aiter_prep import inspection
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    check_suffixes(plot, html)
     found = inspection.inspect_path(path)
+    write_pictures(output, found, path, plot, html)
     output.document(SCHEMA, found.to_json())
     if isinstance(found, inspection.SourceInspection):
         output.lines(*_source_lines(found))

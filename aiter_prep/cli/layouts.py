@@ -9,7 +9,7 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import Json, Quiet, Verbose, exit_codes, output_of
-from aiter_prep.errors import AiterPrepError
+from aiter_prep.cli.pictures import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -77,7 +77,7 @@ def show(
     layout = layout_named(name)
     drawn = drawing.draw(layout)
     if svg is not None:
-        _write(svg, drawing.svg(drawn))
+        write_text(svg, drawing.svg(drawn))
         output.note(f"the picture is in {svg}")
     output.lines(
         f"{name}: {drawn.rows} rows of {drawn.row_bytes} bytes",
@@ -86,13 +86,6 @@ def show(
     )
     output.styled(_drawing_lines(drawn))
     output.document(SHOW_SCHEMA, _drawing_body(drawn, layout.aiter_call))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as fault:
-        raise AiterPrepError(f"cannot write `{path}`: {fault.strerror}") from None
 
 
 def _drawing_lines(drawn: Drawing) -> Iterator[Styled]:

@@ -144,7 +144,7 @@ def _inspection(folder: Path, manifest: Manifest) -> PreparedInspection:
         groups=_groups(manifest.model["blocks"]),
         ranks=_ranks(manifest),
         total_bytes=sum(shard.size for shard in manifest.shards),
-        padding_bytes=sum(_padding(record) for record in manifest.tensors),
+        padding_bytes=sum(padding_of(record) for record in manifest.tensors),
         layouts=dict(sorted(layouts.items())),
         conversions=manifest.conversions,
         skipped=manifest.skipped,
@@ -180,7 +180,7 @@ def _ranks(manifest: Manifest) -> tuple[RankShards, ...]:
     return tuple(RankShards(r, len(shards[r]), tensors[r], sum(shards[r])) for r in order)
 
 
-def _padding(record: TensorRecord) -> int:
+def padding_of(record: TensorRecord) -> int:
     """Return the bytes of a tensor that are padding: its pads say how much of each axis is."""
     stored = bytes_of(record.dtype, record.shape) or 0
     filled = prod((Fraction(pad.start, pad.stop) for pad in record.pads), start=Fraction(1))

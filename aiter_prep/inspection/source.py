@@ -140,6 +140,15 @@ def _sort(checkpoint: Checkpoint) -> _Sorted:
     return _Sorted(modules, common, unknown, roles)
 
 
+def role_of_tensor(name: str) -> str:
+    """Return what a tensor of a source is for: a key of `SourceInspection.roles`."""
+    expert = _expert_name(name)
+    if expert is not None:
+        return EXPERT_ROLES[role_of(expert)]
+    rule = common_rule_of(name)
+    return UNKNOWN if rule is None else COMMON_ROLES.get(rule.name, OTHER)
+
+
 def _expert_name(name: str) -> ExpertName | None:
     try:
         return parse_expert_name(name)
