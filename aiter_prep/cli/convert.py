@@ -141,9 +141,13 @@ def _convert(output: Output, request: Request) -> None:
 def _check_push(output: Output, repo_id: str, request: Request) -> None:
     """Find out whether a push would be taken, before the conversion takes its time."""
     from aiter_prep.publication import check_place, open_place
+    from aiter_prep.storage.object_store import ObjectFolder, is_store_url
 
     check_place(repo_id)
-    open_place(repo_id, private=request.private, quiet=output.quiet)
+    if is_store_url(repo_id):
+        ObjectFolder(repo_id).list()
+    else:
+        open_place(repo_id, private=request.private, quiet=output.quiet)
 
 
 def _push(output: Output, repo_id: str, request: Request, out: Path) -> dict[str, Any]:
@@ -194,9 +198,10 @@ def _plan(output: Output, request: Request, gfx: str, scratch: Path) -> Plan:
 def _source(output: Output, request: Request, scratch: Path) -> Checkpoint:
     """Open the source: whole, or by its headers where the shards are to come one by one."""
     from aiter_prep.storage.hub import open_source
+    from aiter_prep.storage.object_store import is_store_url
     from aiter_prep.storage.sources import open_streamed
 
-    if not request.stream:
+    if not request.stream and not is_store_url(request.source):
         return open_source(request.source, request.revision, quiet=output.quiet)
     return open_streamed(request.source, request.revision, scratch, request.stream_disk)
 

@@ -14,7 +14,8 @@ from aiter_prep.cli.values import Sharing
 Source: TypeAlias = Annotated[
     str,
     typer.Argument(
-        metavar="SOURCE", help="A folder with config.json and safetensors, or a Hub id, org/name."
+        metavar="SOURCE",
+        help="A folder with config.json and safetensors, a Hub id, org/name, or s3://BUCKET/FOLDER.",
     ),
 ]
 Out: TypeAlias = Annotated[
@@ -193,7 +194,7 @@ Push: TypeAlias = Annotated[
     typer.Option(
         "--push",
         metavar="REPO",
-        help="Then verify the folder and push it to this repository of the Hub, org/name.",
+        help="Then verify the folder and push it to the Hub, org/name, or to s3://BUCKET/FOLDER.",
     ),
 ]
 

@@ -23,7 +23,10 @@ def push(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
     repo_id: Annotated[
-        str, typer.Argument(metavar="REPO", help="A repository of the Hub, org/name.")
+        str,
+        typer.Argument(
+            metavar="REPO", help="A repository of the Hub, org/name, or s3://BUCKET/FOLDER."
+        ),
     ],
     *,
     private: Private = False,
@@ -50,7 +53,7 @@ def push(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Push a prepared folder to a branch of a Hub repository.
+    """Push a prepared folder to a branch of a Hub repository, or to an object store.
 
     Every byte is verified first. What is there already is not sent again, so the same command goes
     on with what was cut off.
@@ -84,13 +87,13 @@ def push_lines(done: Pushed, folder: Path) -> Iterator[str]:
     yield f"pushed {folder} to {done.repo_id}"
     sent = words.count(done.uploaded_files, "file")
     facts = [
-        ("branch", done.branch),
-        ("commit", done.commit),
+        ("branch", done.branch or ""),
+        ("commit", done.commit or ""),
         ("holds", f"{words.count(done.files, 'file')}, {words.size(done.total_bytes)}"),
         ("sent", f"{sent}, {words.size(done.uploaded_bytes)}"),
-        ("card", done.card),
+        ("card", done.card or ""),
     ]
-    yield from words.columns(facts)
+    yield from words.columns([row for row in facts if row[1]])
 
 
 def push_body(done: Pushed) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def fingerprint_of(plan: Plan) -> str:
                 "source": [
                     [h.file, h.file_bytes, h.mtime_ns, h.digest] for h in plan.checkpoint.headers
                 ],
-                "sha256": plan.checkpoint.supply.sha256 if plan.checkpoint.supply else {},
+                "states": plan.checkpoint.supply.states if plan.checkpoint.supply else {},
                 "target": [plan.target.name, plan.gfx, list(plan.ranks), plan.options],
                 "options": [
                     plan.as_common,

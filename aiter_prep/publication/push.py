@@ -22,22 +22,23 @@ from aiter_prep.publication.card import (
     new_card,
     with_conversion,
 )
+from aiter_prep.publication.store import push_to_store
+from aiter_prep.publication.task import task_of
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.files import read_whole
-from aiter_prep.storage.folder import SHARD_NAME
 from aiter_prep.storage.hub import is_hub_name
 from aiter_prep.storage.hub_upload import MAIN, HubFile, HubRepository, card_metadata
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.object_store import ObjectFolder, is_store_url
 from aiter_prep.verification import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from aiter_prep.execution import Progress
     from aiter_prep.inspection.prepared import PreparedInspection
 
 CARDS = ("write", "leave", "replace")
-COMMIT_FILES, COMMIT_BYTES = 20, 50_000_000_000  # of one commit, unless one file is larger
 MAX_CARD_BYTES = 10_000_000
 
 _BRANCH = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
@@ -48,8 +49,8 @@ class Pushed:
     """What `push` did.
 
     Attributes:
-        repo_id: The repository.
-        branch: The branch that holds the folder.
+        repo_id: The repository, or the address in an object store.
+        branch: The branch that holds the folder; None in a store, as are the next and the last.
         commit: The commit that the branch stands at: the folder, whole.
         files: Files of the folder.
         total_bytes: Their bytes.
@@ -59,13 +60,13 @@ class Pushed:
     """
 
     repo_id: str
-    branch: str
-    commit: str
+    branch: str | None
+    commit: str | None
     files: int
     total_bytes: int
     uploaded_files: int
     uploaded_bytes: int
-    card: str
+    card: str | None
 
 
 def push(
@@ -79,7 +80,7 @@ def push(
     quiet: bool = False,
     files: Mapping[str, HubFile] | None = None,
 ) -> Pushed:
-    """Push a prepared folder to a branch of a repository of the Hub.
+    """Push a prepared folder to a branch of a repository of the Hub, or to an object store.
 
     The folder is verified first, every byte. The branch then holds exactly its files; the manifest
     comes in the last commit, so that a push that was cut off left no prepared folder. What is there
@@ -87,7 +88,8 @@ def push(
 
     Args:
         folder: A prepared folder.
-        repo_id: `org/name`; made if it is not there.
+        repo_id: `org/name`, made if it is not there; or an address such as `s3://bucket/folder`,
+            for which `branch`, `private` and `card` mean nothing.
         branch: The branch; named after target, ranks and chip by default.
         private: Whether a repository that is made is private.
         card: `write` adds to our card, and refuses another's; `leave` touches none; `replace`
@@ -104,31 +106,55 @@ def push(
     """
     folder = Path(folder)
     check_place(repo_id, branch, card)
+    if is_store_url(repo_id):
+        files = check_folder(folder) if files is None else files
+        sent = push_to_store(folder, repo_id, files, overwrite=overwrite)
+        return _pushed(repo_id, files, sent)
     manifest = read_manifest(folder)  # before all bytes are read: it decides on the branch
     branch = branch or default_branch(manifest.target)
     check_place(repo_id, branch, card)
     files = check_folder(folder) if files is None else files
     hub = open_place(repo_id, private=private, card=card, quiet=quiet)
     head = hub.branches().get(branch) or hub.create_branch(branch)
-    task = _task(files, hub.files(head), folder, repo_id, branch, overwrite=overwrite)
-    for number, step in enumerate(task.commits(), 1):
+    there = hub.files(head)
+    task = task_of(
+        {name: file.size for name, file in files.items()},
+        there,
+        lambda name: _is_there(folder / name, files[name], there, name),
+        f"branch `{branch}` of `{printable(repo_id)}`",
+        overwrite=overwrite,
+    )
+    for number, change in enumerate(task.changes(), 1):
         head = hub.commit(
             branch,
             head,
-            f"{step.what} ({number})",
-            add={name: folder / name for name in step.add},
-            delete=step.delete,
+            f"{change.what} ({number})",
+            add={name: folder / name for name in change.add},
+            delete=change.delete,
         )
     _check_arrived(hub.files(head), files, repo_id)
+    card = _write_card(hub, card, branch, folder)
+    return _pushed(repo_id, files, task.add, branch=branch, commit=head, card=card)
+
+
+def _pushed(
+    place: str,
+    files: Mapping[str, HubFile],
+    sent: Sequence[str],
+    *,
+    branch: str | None = None,
+    commit: str | None = None,
+    card: str | None = None,
+) -> Pushed:
     return Pushed(
-        repo_id=repo_id,
+        repo_id=place,
         branch=branch,
-        commit=head,
+        commit=commit,
         files=len(files),
         total_bytes=sum(file.size for file in files.values()),
-        uploaded_files=len(task.add),
-        uploaded_bytes=sum(files[name].size for name in task.add),
-        card=_write_card(hub, card, branch, folder),
+        uploaded_files=len(sent),
+        uploaded_bytes=sum(files[name].size for name in sent),
+        card=card,
     )
 
 
@@ -138,8 +164,16 @@ def check_place(repo_id: str, branch: str | None = None, card: str = "write") ->
     Raises:
         InvalidUsage: One of them is none.
     """
+    if is_store_url(repo_id):
+        ObjectFolder(repo_id)
+        if branch is not None or card != "write":
+            raise InvalidUsage("--revision and --card mean nothing in an object store")
+        return
     if not is_hub_name(repo_id):
-        raise InvalidUsage(f"`{printable(repo_id)}` is no repository", "give it as org/name")
+        raise InvalidUsage(
+            f"`{printable(repo_id)}` is no repository",
+            "give it as org/name, or an address such as s3://bucket/folder",
+        )
     if branch is not None and (not _BRANCH.fullmatch(branch) or ".." in branch):
         raise InvalidUsage(
             f"`{printable(branch)}` is no name for a branch",
@@ -195,91 +229,6 @@ def check_folder(
         name: HubFile((folder / name).stat().st_size, sha256, "")
         for name, sha256 in sorted(report.sha256.items())
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One commit."""
-
-    what: str
-    add: tuple[str, ...] = ()
-    delete: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What is left to do on a branch.
-
-    Attributes:
-        add: Files that are not there yet, or with other bytes.
-        delete: Files that are there and do not belong to the folder.
-        replaces: Whether another manifest is there, which goes first.
-        sizes: Bytes of the files to add.
-    """
-
-    add: tuple[str, ...]
-    delete: tuple[str, ...]
-    replaces: bool
-    sizes: Mapping[str, int]
-
-    def commits(self) -> Iterator[_Step]:
-        """Yield the commits: another's manifest goes first, ours comes last."""
-        shards = [name for name in self.add if SHARD_NAME.fullmatch(name)]
-        others = tuple(name for name in self.add if name not in set(shards))
-        if self.replaces:
-            yield _Step("Take away the manifest of another conversion", delete=(MANIFEST_FILE,))
-        for names in self._batches(shards):
-            yield _Step("Add shards", add=names)
-        delete = tuple(name for name in self.delete if name != MANIFEST_FILE)
-        if others or delete:
-            yield _Step("Add the manifest and small files", add=others, delete=delete)
-
-    def _batches(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        batch: list[str] = []
-        filled = 0
-        for name in names:
-            if batch and (len(batch) == COMMIT_FILES or filled + self.sizes[name] > COMMIT_BYTES):
-                yield tuple(batch)
-                batch, filled = [], 0
-            batch.append(name)
-            filled += self.sizes[name]
-        if batch:
-            yield tuple(batch)
-
-
-def _task(
-    files: Mapping[str, HubFile],
-    there: Mapping[str, HubFile],
-    folder: Path,
-    repo_id: str,
-    branch: str,
-    *,
-    overwrite: bool,
-) -> _Task:
-    """Compare a folder with a branch.
-
-    Raises:
-        OutputNotEmpty: The branch holds something else, and may not be overwritten.
-    """
-    add = tuple(name for name in files if not _is_there(folder / name, files[name], there, name))
-    delete = tuple(sorted(there.keys() - files.keys()))
-    replaces = MANIFEST_FILE in there and MANIFEST_FILE in add
-    foreign = [name for name in delete if not SHARD_NAME.fullmatch(name)]
-    where = f"branch `{branch}` of `{printable(repo_id)}`"
-    if replaces and not overwrite:
-        raise OutputNotEmpty(
-            f"{where} holds another conversion",
-            "choose another --revision, or replace it with --overwrite",
-        )
-    if foreign and not overwrite:
-        raise OutputNotEmpty(
-            f"{where} holds `{printable(foreign[0])}`, which is not of this folder "
-            f"({len(foreign)} such)",
-            "choose another --revision, or remove it with --overwrite",
-        )
-    if replaces and len(add) == 1 and not delete:
-        replaces = False  # one commit does it
-    return _Task(add, delete, replaces, {name: files[name].size for name in add})
 
 
 def _is_there(path: Path, file: HubFile, there: Mapping[str, HubFile], name: str) -> bool:

@@ -17,6 +17,7 @@ from aiter_prep.storage.checkpoint import (
     read_json_file,
 )
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.object_store import is_store_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,11 @@ def open_source(source: str, revision: str | None = None, *, quiet: bool = False
     if is_hub_id(source):
         folder, commit = download(source, revision, quiet=quiet)
         return open_checkpoint(folder, name=source, revision=commit)
+    if is_store_url(source):
+        raise InvalidUsage(
+            f"`{printable(source)}` lies in an object store, where only `convert` reads",
+            "fetch it with the store's own tools first",
+        )
     if revision is not None:
         raise InvalidUsage(f"`{printable(source)}` is a local folder: --revision means nothing")
     try:

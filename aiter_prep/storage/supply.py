@@ -30,11 +30,13 @@ class Promise:
         size: Its bytes.
         algorithm: `sha256`; `git` for git's SHA-1 of a small file; empty where nothing is promised.
         digest: The digest in hexadecimal digits.
+        version: What a store calls the state that it is in, or empty.
     """
 
     size: int
     algorithm: str = ""
     digest: str = ""
+    version: str = ""
 
     def check(self, path: Path) -> None:
         """Read a whole file and compare it with the promise.
@@ -106,6 +108,11 @@ class ShardSupply:
         self._ready: set[str] = set()
         self._forget: Callable[[str], None] = _nothing
         self.most_bytes = 0
+
+    @property
+    def states(self) -> dict[str, str]:
+        """What tells the bytes of a shard from others with the same header, by name."""
+        return {file: p.digest or p.version for file, p in self.promises.items()}
 
     @property
     def sha256(self) -> dict[str, str]:

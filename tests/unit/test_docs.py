@@ -29,6 +29,7 @@ from aiter_prep.execution import execute
 from aiter_prep.layouts.permutation import Layout
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
+from aiter_prep.storage.object_store import STORES
 from aiter_prep.storage.reader import FolderReader
 from aiter_prep.targets.table import TARGETS
 from support import fixture
@@ -470,6 +471,7 @@ def test_the_json_objects_have_the_keys_that_are_listed(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(workplace)
+    monkeypatch.setitem(STORES, "memory", "fsspec")
     source = "models/demo-moe"
     (workplace / "begun").mkdir()
     (workplace / "begun" / ".aiter_prep.journal").touch()
@@ -481,6 +483,7 @@ def test_the_json_objects_have_the_keys_that_are_listed(
         ["inspect", "out"],
         ["inspect", "begun"],
         ["restore", "out", "restored"],
+        ["push", "out", "memory://documents/out"],
         ["layouts"],
         ["env"],
         ["demo", "demo"],
