@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aiter_prep.inspection import inspect_path as inspect
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan, make_plan
+    from aiter_prep.publication import Pushed, push
     from aiter_prep.restoration import Restored, restore
     from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
     from aiter_prep.verification import Report, verify
@@ -37,6 +38,7 @@ __all__ = [
     "Checkpoint",
     "Manifest",
     "Plan",
+    "Pushed",
     "Report",
     "Restored",
     "__version__",
@@ -46,6 +48,7 @@ __all__ = [
     "load",
     "make_plan",
     "open_checkpoint",
+    "push",
     "restore",
     "verify",
 ]
@@ -56,6 +59,7 @@ _HOMES = {
     "Checkpoint": ("aiter_prep.storage.checkpoint", "Checkpoint"),
     "Manifest": ("aiter_prep.manifest", "Manifest"),
     "Plan": ("aiter_prep.plan", "Plan"),
+    "Pushed": ("aiter_prep.publication", "Pushed"),
     "Report": ("aiter_prep.verification", "Report"),
     "Restored": ("aiter_prep.restoration", "Restored"),
     "attach": ("aiter_prep.engines.plain", "attach"),
@@ -64,6 +68,7 @@ _HOMES = {
     "load": ("aiter_prep.engines.plain", "load"),
     "make_plan": ("aiter_prep.plan", "make_plan"),
     "open_checkpoint": ("aiter_prep.storage.checkpoint", "open_checkpoint"),
+    "push": ("aiter_prep.publication", "push"),
     "restore": ("aiter_prep.restoration", "restore"),
     "verify": ("aiter_prep.verification", "verify"),
 }

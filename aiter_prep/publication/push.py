@@ -115,13 +115,15 @@ def push(
     check_place(repo_id, branch, card)
     files = check_folder(folder) if files is None else files
     hub = open_place(repo_id, private=private, card=card, quiet=quiet)
-    head = hub.branches().get(branch) or hub.create_branch(branch)
-    there = hub.files(head)
+    first = hub.first_commit()  # nothing of ours: the Hub's own files, so no card
+    head = hub.branches().get(branch) or hub.create_branch(branch, first)
+    there, begun = hub.files(head), hub.files(first)
     task = task_of(
         {name: file.size for name, file in files.items()},
         there,
         lambda name: _is_there(folder / name, files[name], there, name),
         f"branch `{branch}` of `{printable(repo_id)}`",
+        removable={name for name, file in there.items() if begun.get(name) == file},
         overwrite=overwrite,
     )
     for number, change in enumerate(task.changes(), 1):

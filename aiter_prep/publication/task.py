@@ -79,6 +79,7 @@ def task_of(
     is_there: Callable[[str], bool],
     where: str,
     *,
+    removable: Collection[str] = (),
     overwrite: bool,
 ) -> Task:
     """Compare a folder with the place that it is to be brought to.
@@ -88,6 +89,7 @@ def task_of(
         there: Names that are there.
         is_there: Whether a file of the folder is there with the same bytes.
         where: What to call the place.
+        removable: Names that are there and nobody's.
         overwrite: Whether what is there may be replaced.
 
     Raises:
@@ -96,7 +98,7 @@ def task_of(
     add = tuple(name for name in sizes if not is_there(name))
     delete = tuple(sorted(set(there) - sizes.keys()))
     replaces = MANIFEST_FILE in there and MANIFEST_FILE in add
-    foreign = [name for name in delete if not SHARD_NAME.fullmatch(name)]
+    foreign = [n for n in delete if not SHARD_NAME.fullmatch(n) and n not in removable]
     if replaces and not overwrite:
         raise OutputNotEmpty(
             f"{where} holds another conversion", "choose another place, or add --overwrite"

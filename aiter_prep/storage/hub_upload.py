@@ -67,15 +67,16 @@ class HubRepository:
             refs = self._api.list_repo_refs(self.repo_id)
             return {ref.name: ref.target_commit for ref in refs.branches}
 
-    def create_branch(self, name: str) -> str:
-        """Make a branch that begins at the first commit of all; return that commit.
-
-        Nothing is there yet but what the Hub itself put in, so the branch holds no card.
-        """
+    def first_commit(self) -> str:
+        """Return the commit that the repository began with."""
         with self._faults():
-            first = self._api.list_repo_commits(self.repo_id, revision=MAIN)[-1].commit_id
-            self._api.create_branch(self.repo_id, branch=name, revision=first)
-            return first
+            return self._api.list_repo_commits(self.repo_id, revision=MAIN)[-1].commit_id
+
+    def create_branch(self, name: str, commit: str) -> str:
+        """Make a branch that begins at a commit; return that commit."""
+        with self._faults():
+            self._api.create_branch(self.repo_id, branch=name, revision=commit)
+            return commit
 
     def files(self, commit: str) -> dict[str, HubFile]:
         """Return the files of a commit by path, without git's own."""

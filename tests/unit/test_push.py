@@ -14,7 +14,7 @@ from aiter_prep.inspection.prepared import PreparedInspection, inspect_prepared
 from aiter_prep.publication import card as cards
 from aiter_prep.publication import check_place, default_branch
 from aiter_prep.verification import verify
-from hub_server import REPO, Client, HubServer, Repository, serving
+from hub_server import REPO, Client, Commit, HubServer, Repository, serving
 from prepared import MANIFEST, prepare
 from support import fixture
 
@@ -217,6 +217,21 @@ def test_what_is_not_of_a_folder_is_not_taken_away(
     assert "`notes.txt`" in document["error"]
     assert push("--overwrite")["exit_code"] == 0
     assert held(server) == content(made)
+
+
+def test_what_a_repository_began_with_is_nobodys(server: HubServer, push: Push, made: Path) -> None:
+    begun = Repository(False, {}, {})
+    begun.add(
+        "main", Commit({".gitattributes": b"", "LICENSE.txt": b"of the Hub"}, None, "initial")
+    )
+    server.repositories[TARGET] = begun
+    server.refuse_after = 1
+    assert push()["exit_code"] == 1
+    assert "LICENSE.txt" in begun.files(BRANCH)
+    server.refuse_after = 1000
+    assert push()["exit_code"] == 0
+    assert held(server) == content(made)
+    assert "LICENSE.txt" in begun.files("main")
 
 
 def test_two_conversions_share_a_card(server: HubServer, push: Push, tmp_path: Path) -> None:
