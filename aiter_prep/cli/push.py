@@ -53,7 +53,7 @@ def push(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Push a prepared folder to a branch of a Hub repository, or to an object store.
+    """Push a prepared folder to the Hub or to an object store.
 
     Every byte is verified first. What is there already is not sent again, so the same command goes
     on with what was cut off.
