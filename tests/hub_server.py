@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +90,7 @@ class HubServer:
         lies: File to the bytes that are sent in the place of its own.
         uploads: SHA-256 of each large file that was sent.
         upload_cuts: How many more uploads are cut off.
+        before_upload: Called when a repository is asked for, behind the check of a folder.
         refuse_after: How many large files are taken, before the others are refused.
         sent_bytes: Bytes of files that were sent out.
         url: Where it listens.
@@ -106,6 +107,7 @@ class HubServer:
     uploads: list[str] = field(default_factory=list)
     upload_cuts: int = 0
     refuse_after: int = 1000
+    before_upload: Callable[[], object] | None = None
     sent_bytes: int = 0
     url: str = ""
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -150,6 +152,8 @@ class HubServer:
         return refused(NOT_FOUND, "RepoNotFound")
 
     def create(self, asked: dict[str, Any]) -> Answer:
+        if self.before_upload is not None:
+            self.before_upload()
         name = f"{asked['organization']}/{asked['name']}"
         if name in self.repositories:
             said = {"error": "You already created this model repo", "url": f"{self.url}/{name}"}

@@ -121,7 +121,7 @@ def push(
     task = task_of(
         {name: file.size for name, file in files.items()},
         there,
-        lambda name: _is_there(folder / name, files[name], there, name),
+        lambda name: _is_same(folder / name, files[name], there.get(name)),
         f"branch `{branch}` of `{printable(repo_id)}`",
         removable={name for name, file in there.items() if begun.get(name) == file},
         overwrite=overwrite,
@@ -134,7 +134,9 @@ def push(
             add={name: folder / name for name in change.add},
             delete=change.delete,
         )
-    _check_arrived(hub.files(head), files, repo_id)
+        arrived = hub.files(head) if change.add else {}
+        for name in change.add:
+            _check_arrived(folder / name, files[name], arrived.get(name), repo_id)
     card = _write_card(hub, card, branch, folder)
     return _pushed(repo_id, files, task.add, branch=branch, commit=head, card=card)
 
@@ -233,33 +235,31 @@ def check_folder(
     }
 
 
-def _is_there(path: Path, file: HubFile, there: Mapping[str, HubFile], name: str) -> bool:
-    """Return whether the Hub holds the same bytes under the same name."""
-    found = there.get(name)
+def _is_same(path: Path, file: HubFile, found: HubFile | None) -> bool:
+    """Return whether the Hub holds the bytes that were verified."""
     if found is None or found.size != file.size:
         return False
     if found.sha256 is not None:
         return found.sha256 == file.sha256
-    return found.blob == _blob(path, file.size)
+    data = read_whole(path, file.size)
+    return (hashlib.sha256(data).hexdigest(), _blob(data)) == (file.sha256, found.blob)
 
 
-def _blob(path: Path, size: int) -> str:
+def _blob(data: bytes) -> str:
     """Return what git calls a file: the SHA-1 of its size and its bytes."""
-    digest = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
-    digest.update(read_whole(path, size))
+    digest = hashlib.sha1(f"blob {len(data)}\0".encode(), usedforsecurity=False)
+    digest.update(data)
     return digest.hexdigest()
 
 
-def _check_arrived(there: Mapping[str, HubFile], files: Mapping[str, HubFile], repo: str) -> None:
-    """Check that the Hub now says of every file what we know of it."""
-    for name, file in files.items():
-        found = there.get(name)
-        digests = {file.sha256, found.sha256 if found else None} - {None}
-        if found is None or found.size != file.size or len(digests) > 1:
-            raise AiterPrepError(
-                f"`{printable(repo)}` does not hold `{printable(name)}` as it was sent",
-                "push again; if it stays so, a `.gitignore` of the repository may leave it out",
-            )
+def _check_arrived(path: Path, file: HubFile, found: HubFile | None, repo_id: str) -> None:
+    """Check that the Hub now says of a file what we know of it; the manifest is not there yet."""
+    if not _is_same(path, file, found):
+        raise AiterPrepError(
+            f"`{printable(repo_id)}` does not hold `{printable(path.name)}` as it was verified",
+            "the folder may have changed, or a `.gitignore` of the repository leaves the file out; "
+            "verify the folder and push again",
+        )
 
 
 def _card_of(hub: HubRepository) -> str | None:

@@ -51,14 +51,15 @@ class Task:
     def changes(self) -> Iterator[Change]:
         """Yield what to do, in order: another's manifest goes first, ours comes last."""
         shards = [name for name in self.add if SHARD_NAME.fullmatch(name)]
-        others = [name for name in self.add if not SHARD_NAME.fullmatch(name)]
-        others.sort(key=lambda name: (name == MANIFEST_FILE, name))
-        if self.replaces and (shards or self.delete):
+        others = tuple(n for n in self.add if not SHARD_NAME.fullmatch(n) and n != MANIFEST_FILE)
+        if self.replaces and (shards or others or self.delete):
             yield Change("Take away the manifest of another conversion", delete=(MANIFEST_FILE,))
         for names in self._batches(shards):
             yield Change("Add shards", add=names)
         if others or self.delete:
-            yield Change("Add the manifest and small files", add=tuple(others), delete=self.delete)
+            yield Change("Add small files", add=others, delete=self.delete)
+        if MANIFEST_FILE in self.add:
+            yield Change("Add the manifest", add=(MANIFEST_FILE,))
 
     def _batches(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         batch: list[str] = []

@@ -213,18 +213,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for holder in (config, config.get("text_config")):
         quantization = holder.get("quantization_config") if isinstance(holder, dict) else None
         if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
-            raise _prepared_already(folder)
+            raise prepared_already(folder.name)
     return config
 
 
 def _refuse_prepared_folder(folder: Path) -> None:
     if (folder / MANIFEST_FILE).exists():
-        raise _prepared_already(folder)
+        raise prepared_already(folder.name)
 
 
-def _prepared_already(folder: Path) -> NoRule:
+def prepared_already(name: str) -> NoRule:
+    """Return the refusal of a source that is a prepared folder."""
     return NoRule(
-        f"`{printable(folder.name)}` is prepared already; preparing twice would shuffle twice",
+        f"`{printable(name)}` is prepared already; preparing twice would shuffle twice",
         "convert the original checkpoint, or undo this one with `aiter-prep restore`",
     )
 

@@ -11,9 +11,11 @@ from aiter_prep.errors import AiterPrepError, BadSource, InvalidUsage
 from aiter_prep.storage.checkpoint import (
     CONFIG_FILE,
     INDEX_FILE,
+    MANIFEST_FILE,
     SINGLE_FILE,
     Checkpoint,
     open_checkpoint,
+    prepared_already,
     read_json_file,
 )
 from aiter_prep.storage.jsontext import printable
@@ -161,7 +163,10 @@ def shard_names(
 
     Raises:
         BadSource: It is not whole, or names what it may not name.
+        NoRule: It is prepared already.
     """
+    if MANIFEST_FILE in names:
+        raise prepared_already(repo_id)
     index = _index_of(repo_id, names)
     if index is None:
         return [_single_file(repo_id, names)]

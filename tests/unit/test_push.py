@@ -183,6 +183,19 @@ def test_what_is_not_sound_is_not_pushed(
     assert server.repositories == {}
 
 
+def test_a_folder_that_changes_behind_its_check_gets_no_manifest(
+    server: HubServer, push: Push, made: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "changing"
+    shutil.copytree(made, folder)
+    shard = min(folder.glob("*.safetensors"))
+    server.before_upload = lambda: shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    document = push(folder=folder)
+    assert document["exit_code"] == 1
+    assert f"`{shard.name}`" in document["error"]
+    assert MANIFEST not in held(server)
+
+
 def test_another_conversion_is_replaced_only_if_asked(
     server: HubServer, push: Push, made: Path, tmp_path: Path
 ) -> None:

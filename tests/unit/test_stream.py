@@ -206,7 +206,8 @@ def test_a_prepared_repository_is_refused(
 ) -> None:
     server.files = {path.name: path.read_bytes() for path in wanted.iterdir()}
     document = stream(client, tmp_path)
-    assert document["exit_code"] in (10, 11)
+    assert document["exit_code"] == 11
+    assert "prepared already" in document["error"]
     assert not (tmp_path / "out").exists()
 
 
