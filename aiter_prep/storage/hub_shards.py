@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from aiter_prep.storage.supply import Promise
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_COMMIT = re.compile(r"[0-9a-f]{40,64}", re.ASCII)
 WHOLE = 200  # the status of an answer that is not a part
 TIMEOUT_SECONDS = 60
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before another attempt
@@ -39,7 +41,7 @@ class HubFolder:
             info = HfApi(library_name="aiter-prep").model_info(
                 repo_id, revision=revision, files_metadata=True
             )
-        if not info.sha:
+        if not _COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
             raise BadSource(f"the Hub names no commit of `{printable(repo_id)}`")
         self.name = repo_id
         self.revision: str | None = info.sha

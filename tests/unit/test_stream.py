@@ -189,6 +189,16 @@ def test_what_is_finished_is_not_fetched_again(
     assert client.json(tmp_path, "verify", "out", "--source", str(apart))["is_clean"]
 
 
+@pytest.mark.parametrize("commit", ["../../elsewhere", "main", ""])
+def test_a_hub_that_names_no_commit_is_refused(
+    server: HubServer, client: Client, tmp_path: Path, commit: str
+) -> None:
+    server.commit = commit
+    document = stream(client, tmp_path)
+    assert document["exit_code"] == 10
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_room_is_said_before_anything_is_written(client: Client, tmp_path: Path) -> None:
     document = stream(client, tmp_path, "--stream-disk", "1000")
     assert document["exit_code"] == 2
