@@ -45,7 +45,7 @@ class HubFolder:
             raise BadSource(f"the Hub names no commit of `{printable(repo_id)}`")
         self.name = repo_id
         self.revision: str | None = info.sha
-        self._commit = info.sha
+        self.state = self._commit = str(info.sha)
         self.files: Mapping[str, Promise] = {
             file.rfilename: (
                 Promise(file.lfs.size, "sha256", file.lfs.sha256)

@@ -82,7 +82,6 @@ class ObjectFolder:
         self._fs, root = found
         self._root = root.rstrip("/")
         self.name = url.rstrip("/")
-        self.revision: str | None = None
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -126,10 +125,10 @@ class ObjectFolder:
                         )
                 output.flush()
                 os.fsync(output.fileno())
+            self._check_unchanged(file, promise)
             partial.rename(folder / file)
         except OSError as fault:
             raise BadSource(f"cannot write `{printable(file)}`: {fault.strerror}") from None
-        self._check_unchanged(file, promise)
 
     def read(self, file: str, start: int, size: int) -> bytes:
         """Return some bytes of an object, less where it ends.
@@ -231,6 +230,8 @@ class ObjectSource:
         self.name = self._folder.name
         self.revision: str | None = None
         self.files: Mapping[str, Promise] = self._folder.list()
+        states = sorted((name, p.size, p.version) for name, p in self.files.items())
+        self.state = hashlib.sha256(repr(states).encode()).hexdigest()
         if not self.files:
             raise BadSource(f"`{printable(self.name)}` holds no object", "check the address")
 

@@ -31,11 +31,13 @@ class RemoteFolder(Protocol):
     Attributes:
         name: What to call it.
         revision: The commit that it is at, or None.
+        state: The name of a folder for what is fetched: another where the files are others.
         files: What is promised of each file, by name.
     """
 
     name: str
     revision: str | None
+    state: str
     files: Mapping[str, Promise]
 
     def fetch(self, file: str, folder: Path) -> None:
@@ -71,11 +73,11 @@ def open_remote(remote: RemoteFolder, scratch: Path, limit_bytes: int | None = N
         BadSource: Something is missing, out of reach or contradicts itself.
         NoRule: It is prepared already, or holds a dtype that is not known.
     """
-    folder = scratch / (remote.revision or "latest")
+    folder = scratch / remote.state
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for other in scratch.iterdir():  # of another commit, before
-            if other != folder:
+        for other in scratch.iterdir():
+            if other != folder:  # what was fetched of it is of no use
                 shutil.rmtree(other, ignore_errors=True)
     except OSError as fault:
         raise BadSource(f"cannot write `{printable(str(folder))}`: {fault.strerror}") from None

@@ -334,6 +334,7 @@ def test_opening_by_headers_finds_the_same_tensors(source: Path, tmp_path: Path)
     class Local:
         name = "some/model"
         revision: str | None = None
+        state = "state"
         files: Mapping[str, Promise] = MappingProxyType(
             {path.name: Promise(path.stat().st_size) for path in source.iterdir()}
         )
