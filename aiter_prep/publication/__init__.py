@@ -1,7 +1,7 @@
 """Brings a prepared folder to where others find it."""
 
 from aiter_prep.publication.card import default_branch
-from aiter_prep.publication.push import CARDS, Pushed, check_folder, check_place, open_place, push
+from aiter_prep.publication.run import CARDS, Pushed, check_folder, check_place, open_place, push
 
 __all__ = [
     "CARDS",

@@ -17,7 +17,13 @@ from aiter_prep.cli import main
 from aiter_prep.errors import InvalidUsage
 from aiter_prep.inspection import inspect_path
 from aiter_prep.inspection.chart import Row, chart, slots_of
-from aiter_prep.inspection.measures import PADDING, layer_of, measure_prepared, measure_source
+from aiter_prep.inspection.measures import (
+    PADDING,
+    Measures,
+    layer_of,
+    measure_prepared,
+    measure_source,
+)
 from aiter_prep.inspection.page import MAX_GROUPS, page
 from aiter_prep.inspection.plot import plot_of
 from aiter_prep.inspection.prepared import PreparedInspection, inspect_prepared
@@ -218,9 +224,9 @@ def test_the_picture_of_a_prepared_folder_shows_ranks(folder: Path) -> None:
 
 @pytest.mark.parametrize("layers", [1, 61, 400])
 def test_everything_lies_within_the_picture(layers: int) -> None:
-    sizes = {n: {"expert weights": 10 + n, "a role of its own": 1} for n in range(layers)}
-    from aiter_prep.inspection.measures import Measures
-
+    sizes: dict[int | None, dict[str, int]] = {
+        n: {"expert weights": 10 + n, "a role of its own": 1} for n in range(layers)
+    }
     roles = {"expert weights": sum(s["expert weights"] for s in sizes.values()), "x": layers}
     measures = Measures(sizes, {**roles, "a role of its own": layers})
     text = chart(
