@@ -24,7 +24,7 @@ from aiter_prep._version import __version__
 if TYPE_CHECKING:
     from aiter_prep.engines.plain import attach, load
     from aiter_prep.errors import AiterPrepError
-    from aiter_prep.execution import execute
+    from aiter_prep.execution import Part, execute, execute_part, seal
     from aiter_prep.inspection import inspect_path as inspect
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan, make_plan
@@ -37,6 +37,7 @@ __all__ = [
     "AiterPrepError",
     "Checkpoint",
     "Manifest",
+    "Part",
     "Plan",
     "Pushed",
     "Report",
@@ -44,12 +45,14 @@ __all__ = [
     "__version__",
     "attach",
     "execute",
+    "execute_part",
     "inspect",
     "load",
     "make_plan",
     "open_checkpoint",
     "push",
     "restore",
+    "seal",
     "verify",
 ]
 
@@ -58,18 +61,21 @@ _HOMES = {
     "AiterPrepError": ("aiter_prep.errors", "AiterPrepError"),
     "Checkpoint": ("aiter_prep.storage.checkpoint", "Checkpoint"),
     "Manifest": ("aiter_prep.manifest", "Manifest"),
+    "Part": ("aiter_prep.execution", "Part"),
     "Plan": ("aiter_prep.plan", "Plan"),
     "Pushed": ("aiter_prep.publication", "Pushed"),
     "Report": ("aiter_prep.verification", "Report"),
     "Restored": ("aiter_prep.restoration", "Restored"),
     "attach": ("aiter_prep.engines.plain", "attach"),
     "execute": ("aiter_prep.execution", "execute"),
+    "execute_part": ("aiter_prep.execution", "execute_part"),
     "inspect": ("aiter_prep.inspection", "inspect_path"),
     "load": ("aiter_prep.engines.plain", "load"),
     "make_plan": ("aiter_prep.plan", "make_plan"),
     "open_checkpoint": ("aiter_prep.storage.checkpoint", "open_checkpoint"),
     "push": ("aiter_prep.publication", "push"),
     "restore": ("aiter_prep.restoration", "restore"),
+    "seal": ("aiter_prep.execution", "seal"),
     "verify": ("aiter_prep.verification", "verify"),
 }
 

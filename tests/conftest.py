@@ -36,7 +36,7 @@ def pytest_configure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what this machine cannot run, and says why."""
-    for name in ("torch", "vllm", "gpu"):
+    for name in ("torch", "vllm", "ray", "gpu"):
         if item.get_closest_marker(name) is not None and (reason := _missing(name)):
             pytest.skip(reason)
 

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aiter_prep._version import __version__
-from aiter_prep.cli import convert, demo, env, faults, inspect, layouts, push, restore, verify
+from aiter_prep.cli import (
+    convert,
+    demo,
+    env,
+    faults,
+    inspect,
+    layouts,
+    push,
+    restore,
+    seal,
+    verify,
+)
 from aiter_prep.cli.flags import exit_codes
 from aiter_prep.cli.output import PROGRAM, Output
 from aiter_prep.cli.stopping import stopping
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     (convert.convert, exit_codes(10, 11, 12)),
+    (seal.seal, exit_codes(3, 10, 11, 12, code_3="parts are missing, or of another plan")),
     (verify.verify, exit_codes(3, 10, 11, code_0="nothing is wrong")),
     (inspect.inspect, exit_codes(3, 10, 11)),
     (restore.restore, exit_codes(3, 11, 12)),
@@ -29,7 +41,7 @@ COMMANDS = (
 )
 
 
-ORDER = ("convert", "verify", "inspect", "restore", "push", "layouts", "env", "demo")
+ORDER = ("convert", "seal", "verify", "inspect", "restore", "push", "layouts", "env", "demo")
 
 
 def run(argv: Sequence[str], *, owns_process: bool) -> int:

@@ -11,14 +11,25 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from aiter_prep.cli import convert_flags as flags
-from aiter_prep.cli import plan_words, words
+from aiter_prep.cli import needed, plan_words, ray, several
 from aiter_prep.cli.convert_flags import Request
-from aiter_prep.cli.flags import Json, MaxShardSize, Private, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import (
+    Json,
+    LogFile,
+    MaxShardSize,
+    Private,
+    ProgressForm,
+    Quiet,
+    Verbose,
+    output_of,
+)
+from aiter_prep.cli.part import chosen_backend, read_part, write_part
 from aiter_prep.cli.push import push_body, push_lines, run_push
 from aiter_prep.cli.values import given, parse_ranks, parse_size, read_sharing
 
 if TYPE_CHECKING:
     from aiter_prep.cli.output import Output
+    from aiter_prep.cli.values import Sharing
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan
     from aiter_prep.storage.checkpoint import Checkpoint
@@ -43,6 +54,10 @@ def convert(
     workers: flags.Workers = None,
     ranks: flags.Ranks = None,
     dry_run: flags.DryRun = False,
+    part: flags.Part = None,
+    if_needed: flags.IfNeeded = False,
+    engine: flags.Engine = "local",
+    ray_address: flags.RayAddress = "auto",
     resume: flags.Resume = False,
     overwrite: flags.Overwrite = False,
     as_common: flags.AsCommon = None,
@@ -56,16 +71,20 @@ def convert(
     stream_disk: flags.StreamDisk = None,
     push: flags.Push = None,
     private: Private = False,
+    progress: ProgressForm = "auto",
+    log_file: LogFile = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Prepare a checkpoint for the kernels; the source is only read."""
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    output.follow(progress, log_file)
+    sizes: list[int | None] = list(dict.fromkeys(tp or ())) or [None]
     request = Request(
         source=source,
         out=out,
-        sharing=read_sharing(tp, ep, placement, source),
+        sharings=tuple(read_sharing(size, ep, placement, source) for size in sizes),
         options=given(gate_up=gate_up, activation_dtype=activation_dtype, moe_backend=moe_backend),
         fuse_shared_experts=fuse_shared_experts,
         gfx=gfx,
@@ -77,6 +96,10 @@ def convert(
         device_memory=parse_size(device_memory),
         workers=workers,
         ranks=parse_ranks(ranks),
+        part=part,
+        if_needed=if_needed,
+        engine=engine,
+        ray_address=ray_address,
         resume=resume,
         overwrite=overwrite,
         as_common=tuple(as_common or ()),
@@ -86,7 +109,11 @@ def convert(
         push=push,
         private=private,
     )
-    (_dry_run if dry_run else _convert)(output, request)
+    if len(request.sharings) > 1:
+        several.refuse_what_is_not_for_several(request, dry_run=dry_run)
+        _convert_several(output, request)
+    else:
+        (_dry_run if dry_run else _convert)(output, request)
 
 
 def _dry_run(output: Output, request: Request) -> None:
@@ -98,26 +125,48 @@ def _dry_run(output: Output, request: Request) -> None:
 
 
 def _convert(output: Output, request: Request) -> None:
-    from aiter_prep.backends.table import choose_backend
-    from aiter_prep.execution import execute, layouts_of
-    from aiter_prep.inspection.room import check_room
     from aiter_prep.storage.remote import scratch_folder
 
     place = _place(output, request)
-    check_room(place.out, resume=request.resume, overwrite=request.overwrite)
+    is_on_ray = ray.is_asked_for(request, place.out)
+    part = read_part(output, request, place.out)
+    if not request.if_needed:
+        _check_room(place.out, request)
     if request.push is not None:
         _check_push(output, request.push, request)
     plan = _plan(output, request, place.gfx, scratch_folder(place.out))
+    if request.if_needed:
+        manifest = needed.held(output, plan, place.out, overwrite=request.overwrite)
+        if manifest is not None:
+            _say_held(output, request, plan, place.out, manifest)
+            return
+        _check_room(place.out, request)
     for warning in plan.warnings:
         output.warning(warning)
-    backend, reason = choose_backend(
-        request.backend,
-        request.device,
-        layouts=layouts_of(plan),
-        device_memory=request.device_memory,
-    )
-    if backend.name != "cpu" or output.verbose:
-        output.note(f"backend {backend.name} on {backend.device}: {reason}")
+    if part is not None:
+        write_part(output, request, plan, place.out, part)
+    elif is_on_ray:
+        _convert_on_ray(output, request, plan, place)
+    else:
+        _convert_here(output, request, plan, place)
+
+
+def _check_room(out: Path, request: Request) -> None:
+    """Refuse a folder that may not be written, before anything else takes its time."""
+    from aiter_prep.inspection.room import check_room
+
+    if request.part is None and request.engine == "local":
+        check_room(out, resume=request.resume, overwrite=request.overwrite)
+    else:
+        from aiter_prep.storage.parts import check_room_for_parts
+
+        check_room_for_parts(out)
+
+
+def _convert_here(output: Output, request: Request, plan: Plan, place: _Place) -> None:
+    from aiter_prep.execution import execute
+
+    backend = chosen_backend(output, request, plan)
     start = time.perf_counter()
     with output.progress(f"converting for {plan.gfx}, {plan_words.sharing(plan)}") as progress:
         manifest = execute(
@@ -129,13 +178,57 @@ def _convert(output: Output, request: Request) -> None:
             overwrite=request.overwrite,
             progress=progress,
         )
-    seconds = time.perf_counter() - start
-    output.lines(*_lines(plan, place.out, seconds))
+    _say_done(output, request, plan, place.out, manifest, time.perf_counter() - start)
+
+
+def _convert_on_ray(output: Output, request: Request, plan: Plan, place: _Place) -> None:
+    start = time.perf_counter()
+    label = f"converting on Ray for {plan.gfx}, {plan_words.sharing(plan)}"
+    with output.progress(label) as progress:
+        manifest = ray.convert(request, plan, place.out, progress)
+    _say_done(output, request, plan, place.out, manifest, time.perf_counter() - start)
+
+
+def _say_done(
+    output: Output, request: Request, plan: Plan, out: Path, manifest: Manifest, seconds: float
+) -> None:
+    output.lines(*plan_words.done_lines(plan, out, seconds))
     if output.verbose:
         output.lines(*plan_words.shard_lines(plan))
-    pushed = None if request.push is None else _push(output, request.push, request, place.out)
-    output.document(SCHEMA, {**_body(plan, place.out, manifest, seconds), "pushed": pushed})
-    output.next_command("prove it with", "verify", str(place.out))
+    body = plan_words.done_body(plan, out, manifest, seconds)
+    pushed = None if request.push is None else _push(output, request.push, request, out)
+    output.document(SCHEMA, {**body, "pushed": pushed})
+    output.next_command("prove it with", "verify", str(out))
+
+
+def _say_held(output: Output, request: Request, plan: Plan, out: Path, manifest: Manifest) -> None:
+    body = plan_words.done_body(plan, out, manifest, 0.0, was_needed=False)
+    pushed = None if request.push is None else _push(output, request.push, request, out)
+    output.document(SCHEMA, {**body, "pushed": pushed})
+
+
+def _convert_several(output: Output, request: Request) -> None:
+    from aiter_prep.storage.remote import scratch_folder
+
+    place = _place(output, request)
+    folders = {place.out / sharing.label: sharing for sharing in request.sharings}
+    if not request.if_needed:
+        for out in folders:
+            several.check_room(out, request)
+    checkpoint = _source(output, request, scratch_folder(place.out))
+    plans = {out: _planned(checkpoint, request, s, place.gfx) for out, s in folders.items()}
+    held: dict[Path, Manifest] = {}
+    for out, plan in plans.items():
+        if request.if_needed:
+            manifest = needed.held(output, plan, out, overwrite=request.overwrite)
+            if manifest is None:
+                several.check_room(out, request)
+            else:
+                held[out] = manifest
+    left = {out: plan for out, plan in plans.items() if out not in held}
+    for warning in dict.fromkeys(w for plan in left.values() for w in plan.warnings):
+        output.warning(warning)
+    several.convert(output, request, plans, held)
 
 
 def _check_push(output: Output, repo_id: str, request: Request) -> None:
@@ -172,18 +265,23 @@ def _place(output: Output, request: Request) -> _Place:
     target = target_named(request.target)
     gfx = request.gfx or _default_chip(output, target.chips)
     target.check_chip(gfx)
-    name = f"{name_of(request.source)}-{target.name}-{request.sharing.label}-{gfx}"
+    labels = [s.label for s in request.sharings] if len(request.sharings) == 1 else []
+    name = "-".join([name_of(request.source), target.name, *labels, gfx])
     return _Place(gfx, request.out or Path(name))
 
 
 def _plan(output: Output, request: Request, gfx: str, scratch: Path) -> Plan:
+    return _planned(_source(output, request, scratch), request, request.sharings[0], gfx)
+
+
+def _planned(checkpoint: Checkpoint, request: Request, sharing: Sharing, gfx: str) -> Plan:
     from aiter_prep.plan import make_plan
 
     return make_plan(
-        _source(output, request, scratch),
-        tp=request.sharing.tp,
-        ep=request.sharing.ep,
-        placement=request.sharing.placement,
+        checkpoint,
+        tp=sharing.tp,
+        ep=sharing.ep,
+        placement=sharing.placement,
         options=request.options,
         fuse_shared_experts=request.fuse_shared_experts,
         target=request.target,
@@ -215,42 +313,3 @@ def _default_chip(output: Output, chips: tuple[str, ...]) -> str:
         return chips[0]
     output.note(f"converting for {local[0]}, the chip of this machine; --gfx chooses another")
     return local[0]
-
-
-def _lines(plan: Plan, out: Path, seconds: float) -> list[str]:
-    ranks = words.count(plan.parallel.ranks, "rank")
-    if not plan.is_complete:
-        ranks = f"ranks {plan_words.ranks(plan.ranks)} of {plan.parallel.ranks}"
-    facts = (
-        ("folder", str(out)),
-        ("experts", words.count(len(plan.blocks), "module")),
-        ("shards", f"{len(plan.shards):,}"),
-        ("size", f"{words.size(plan.total_bytes)}"),
-        ("source", words.size(plan.checkpoint.total_bytes)),
-        ("time", words.duration(seconds)),
-    )
-    title = f"prepared {plan.checkpoint.name} for {plan.target.name} on {plan.gfx}, {ranks}"
-    return [title, *words.columns(facts)]
-
-
-def _body(plan: Plan, out: Path, manifest: Manifest, seconds: float) -> dict[str, Any]:
-    return {
-        "folder": str(out),
-        "source": {"name": plan.checkpoint.name, "revision": plan.checkpoint.revision},
-        "target": plan.target.name,
-        "gfx": plan.gfx,
-        "tp": plan.parallel.tp,
-        "ep": plan.parallel.ep,
-        "options": dict(plan.options),
-        "ranks": list(plan.ranks),
-        "is_complete": plan.is_complete,
-        "tensors": len(manifest.tensors),
-        "total_bytes": plan.total_bytes,
-        "shards": [
-            {"file": s.file, "rank": s.rank, "size": s.size, "digest": s.digest}
-            for s in manifest.shards
-        ],
-        "skipped": [dict(entry) for entry in manifest.skipped],
-        "warnings": list(plan.warnings),
-        "seconds": round(seconds, 3),
-    }

@@ -23,14 +23,15 @@ Out: TypeAlias = Annotated[
     typer.Argument(metavar="OUT", help="The folder to write; ./NAME-aiter-tpN-GFX by default."),
 ]
 Tp: TypeAlias = Annotated[
-    int | None,
+    list[int] | None,
     typer.Option(
         "--tp",
         "--tensor-parallel-size",
         "-tp",
         metavar="N",
         envvar="AITER_PREP_TP",
-        help="Tensor-parallel ranks; `aiter-prep inspect SOURCE` shows which numbers work.",
+        help="Tensor-parallel ranks; `aiter-prep inspect SOURCE` shows which numbers work. Several "
+        "times: a folder for each, OUT/tp4 and so on, of one reading of the source.",
     ),
 ]
 Ep: TypeAlias = Annotated[
@@ -140,6 +141,25 @@ Workers: TypeAlias = Annotated[
         help="Threads; one per usable core by default, 16 at most. The bytes stay the same.",
     ),
 ]
+Engine: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        envvar="AITER_PREP_ENGINE",
+        metavar="NAME",
+        help="Who works: local, this process; or ray, the nodes of a Ray cluster that share the "
+        "filesystem, with --workers CPUs for each task.",
+    ),
+]
+RayAddress: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--ray-address",
+        envvar="AITER_PREP_RAY_ADDRESS",
+        metavar="ADDRESS",
+        help="The Ray cluster; auto: the one that this machine belongs to.",
+    ),
+]
 Ranks: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -147,6 +167,20 @@ Ranks: TypeAlias = Annotated[
         metavar="LIST",
         help="Write the shards of these ranks only, such as 0-3,7.",
     ),
+]
+Part: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        envvar="AITER_PREP_PART",
+        metavar="I/N",
+        help="Write part I of N only, as 3/8; `aiter-prep seal` completes the folder. auto: what "
+        "the Slurm array says; auto/N: also what the Kubernetes Indexed Job says.",
+    ),
+]
+IfNeeded: TypeAlias = Annotated[
+    bool,
+    typer.Option("--if-needed", help="Do nothing where OUT holds exactly this conversion already."),
 ]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Show the whole plan and write nothing.")
@@ -205,7 +239,7 @@ class Request:
 
     source: str
     out: Path | None
-    sharing: Sharing
+    sharings: tuple[Sharing, ...]
     options: Mapping[str, str]
     fuse_shared_experts: bool
     gfx: str | None
@@ -217,6 +251,10 @@ class Request:
     device_memory: int
     workers: int | None
     ranks: tuple[int, ...] | None
+    part: str | None
+    if_needed: bool
+    engine: str
+    ray_address: str
     resume: bool
     overwrite: bool
     as_common: tuple[str, ...]

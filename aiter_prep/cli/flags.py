@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
@@ -25,6 +26,25 @@ Verbose: TypeAlias = Annotated[
         "-v",
         envvar="AITER_PREP_VERBOSE",
         help="More detail, and the tracebacks of bugs.",
+    ),
+]
+ProgressForm: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--progress",
+        envvar="AITER_PREP_PROGRESS",
+        metavar="FORM",
+        help="How progress is shown on stderr: bar, lines, json (an object a line), none, or auto: "
+        "a bar on a terminal, else lines.",
+    ),
+]
+LogFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--log-file",
+        envvar="AITER_PREP_LOG_FILE",
+        metavar="FILE",
+        help="Append all that is said, progress included, to a file, with the time.",
     ),
 ]
 MaxShardSize: TypeAlias = Annotated[

@@ -71,7 +71,9 @@ def inspect(
         output.next_command("check it with", "verify", str(path))
     else:
         output.lines(*_unfinished_lines(found))
-        output.hint("repeat the command that began it, with --resume")
+        from aiter_prep.storage.guards import finish_hint
+
+        output.hint(finish_hint(path))
 
 
 def _source_lines(found: SourceInspection) -> Iterator[str]:

@@ -7,19 +7,21 @@ import json
 import os
 import shlex
 import sys
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from aiter_prep.errors import AiterPrepError
+from aiter_prep.errors import AiterPrepError, InvalidUsage
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
     from typing import TypeAlias
 
     from rich.console import Console
     from rich.text import Text
 
+    from aiter_prep.cli.log import Log
     from aiter_prep.execution import Progress
 
     # pieces of a line, each with the colour behind it
@@ -43,6 +45,8 @@ class Output:
         self.as_json = _asks(argv, ("--json",), "AITER_PREP_JSON")
         self.verbose = _asks(argv, ("-v", "--verbose"), "AITER_PREP_VERBOSE")
         self.quiet = False
+        self._form = "auto"
+        self._log: Log | None = None
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a name may hold what its encoding lacks
                 stream.reconfigure(errors="backslashreplace")
@@ -52,8 +56,35 @@ class Output:
         self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
         return self
 
+    def follow(self, form: str, log_file: Path | None) -> Output:
+        """Take over the flags of a command that may take long.
+
+        Args:
+            form: How progress is shown; a name of `aiter_prep.cli.progress.FORMS`.
+            log_file: Where all that is said is kept too, or None.
+
+        Raises:
+            InvalidUsage: There is no such form.
+            AiterPrepError: The file cannot be written.
+        """
+        from aiter_prep.cli.progress import FORMS
+
+        if form not in FORMS:
+            raise InvalidUsage(
+                f"--progress {printable(form)} is not known", f"use one of {', '.join(FORMS)}"
+            )
+        self._form = form
+        if log_file is not None:
+            from aiter_prep.cli.log import Log
+
+            self._log = Log(log_file)
+            self._log.write(shlex.join([PROGRAM, *self.argv]))
+        return self
+
     def lines(self, *lines: str) -> None:
         """Print lines of the result; nothing where the result is JSON."""
+        for line in lines:
+            self._keep(line)
         if not self.as_json:
             self._write("".join(f"{printable(line, MAX_LINE)}\n" for line in lines))
 
@@ -98,6 +129,7 @@ class Output:
     def failure(self, message: str, hint: str, exit_code: int) -> None:
         """Say why there is no result: to stderr, or as the JSON object on stdout."""
         if self.as_json:
+            self._keep(f"error: {message}")
             body = {"exit_code": exit_code, "error": message, "hint": hint}
             self.document("aiter-prep/error/1", body)
             return
@@ -112,14 +144,15 @@ class Output:
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[Progress], None] | None]:
-        """Show how far a run is, on stderr, while the context is open."""
-        if self.quiet or sys.stderr is None:
-            yield None
-            return
-        from aiter_prep.cli.progress import showing
+        """Show how far a run is, on stderr and in the log, while the context is open."""
+        from aiter_prep.cli.progress import Lines, all_of, showing
 
-        console = self._console()
-        with showing(console, label) as update:
+        shown: list[AbstractContextManager[Callable[[Progress], None] | None]] = []
+        if sys.stderr is not None and not (self.quiet and self._form == "auto"):
+            shown.append(showing(self._console(), label, form=self._form, verbose=self.verbose))
+        if self._log is not None:
+            shown.append(nullcontext(Lines(self._log.write, label, verbose=True)))
+        with all_of(shown) as update:
             yield update
 
     def close(self, exit_code: int) -> int:
@@ -127,6 +160,9 @@ class Output:
 
         A reader that has seen enough (`| head`) is no failure.
         """
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         try:
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -154,7 +190,13 @@ class Output:
         self.as_json = False  # what is left to say can only be said on stderr
         return AiterPrepError(f"cannot write the result to stdout: {fault.strerror}")
 
+    def _keep(self, text: str) -> None:
+        """Write a line to the log, if there is one."""
+        if self._log is not None:
+            self._log.write(printable(text, MAX_LINE))
+
     def _say(self, label: str, style: str, text: str) -> None:
+        self._keep(f"{label}: {text}" if label else text)
         if sys.stderr is None:
             return
         from rich.text import Text

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from aiter_prep.cli.output import Output
     from aiter_prep.inspection import ExpertGroup, Forecast
+    from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan
 
 SCHEMA = "aiter-prep/plan/1"
@@ -176,4 +177,48 @@ def _body(plan: Plan, out: Path, forecast: Forecast, obstacles: tuple[str, ...])
         "skipped": [{"name": name, "reason": reason} for name, reason in plan.skipped],
         "warnings": list(plan.warnings),
         "obstacles": list(obstacles),
+    }
+
+
+def done_lines(plan: Plan, out: Path, seconds: float) -> list[str]:
+    """Return what is said of a folder that was prepared."""
+    held = words.count(plan.parallel.ranks, "rank")
+    if not plan.is_complete:
+        held = f"ranks {ranks(plan.ranks)} of {plan.parallel.ranks}"
+    facts = (
+        ("folder", str(out)),
+        ("experts", words.count(len(plan.blocks), "module")),
+        ("shards", f"{len(plan.shards):,}"),
+        ("size", f"{words.size(plan.total_bytes)}"),
+        ("source", words.size(plan.checkpoint.total_bytes)),
+        ("time", words.duration(seconds)),
+    )
+    title = f"prepared {plan.checkpoint.name} for {plan.target.name} on {plan.gfx}, {held}"
+    return [title, *words.columns(facts)]
+
+
+def done_body(
+    plan: Plan, out: Path, manifest: Manifest, seconds: float, *, was_needed: bool = True
+) -> dict[str, Any]:
+    """Return the same for a program."""
+    return {
+        "folder": str(out),
+        "source": {"name": plan.checkpoint.name, "revision": plan.checkpoint.revision},
+        "target": plan.target.name,
+        "gfx": plan.gfx,
+        "tp": plan.parallel.tp,
+        "ep": plan.parallel.ep,
+        "options": dict(plan.options),
+        "ranks": list(plan.ranks),
+        "is_complete": plan.is_complete,
+        "tensors": len(manifest.tensors),
+        "total_bytes": plan.total_bytes,
+        "shards": [
+            {"file": s.file, "rank": s.rank, "size": s.size, "digest": s.digest}
+            for s in manifest.shards
+        ],
+        "skipped": [dict(entry) for entry in manifest.skipped],
+        "warnings": list(plan.warnings),
+        "was_needed": was_needed,
+        "seconds": round(seconds, 3),
     }

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, MaxShardSize, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import (
+    Json,
+    LogFile,
+    MaxShardSize,
+    ProgressForm,
+    Quiet,
+    Verbose,
+    output_of,
+)
 from aiter_prep.cli.values import parse_size
 
 SCHEMA = "aiter-prep/restore/1"
@@ -22,6 +30,8 @@ def restore(
     ],
     *,
     max_shard_size: MaxShardSize = "5GB",
+    progress: ProgressForm = "auto",
+    log_file: LogFile = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -34,9 +44,10 @@ def restore(
     from aiter_prep.restoration import restore as undo
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    output.follow(progress, log_file)
     limit = parse_size(max_shard_size)
-    with output.progress("restoring") as progress:
-        done = undo(folder, out, max_shard_bytes=limit, progress=progress)
+    with output.progress("restoring") as update:
+        done = undo(folder, out, max_shard_bytes=limit, progress=update)
     output.lines(
         f"restored {folder} to {done.folder}",
         f"  {words.count(done.tensors, 'tensor')}, {words.count(done.shards, 'shard')}, "

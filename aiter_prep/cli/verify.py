@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import (
+    Json,
+    LogFile,
+    ProgressForm,
+    Quiet,
+    Verbose,
+    output_of,
+)
 from aiter_prep.errors import DataMismatch, InvalidUsage
 
 if TYPE_CHECKING:
@@ -42,6 +49,8 @@ def verify(
             help="Also write the SHA-256 of every file, as `sha256sum --check` takes it.",
         ),
     ] = None,
+    progress: ProgressForm = "auto",
+    log_file: LogFile = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -54,6 +63,7 @@ def verify(
     from aiter_prep.verification import verify as check
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    output.follow(progress, log_file)
     if quick and source is not None:
         raise InvalidUsage("--quick reads no tensor, so it cannot compare with a --source")
     if sha256sums is not None:
@@ -61,9 +71,9 @@ def verify(
             raise InvalidUsage("--quick reads no tensor, so it has no --sha256sums")
         check_sums_file(folder, sha256sums)
     original = None if source is None else _opened(source, folder, quiet=quiet)
-    with output.progress("verifying") as progress:
+    with output.progress("verifying") as update:
         report = check(
-            folder, source=original, quick=quick, sha256=sha256sums is not None, progress=progress
+            folder, source=original, quick=quick, sha256=sha256sums is not None, progress=update
         )
     if sha256sums is not None and report.is_clean:
         report.write_sha256sums(sha256sums)

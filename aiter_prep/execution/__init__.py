@@ -1,5 +1,18 @@
 """Carries out a plan; the only writer."""
 
-from aiter_prep.execution.run import Progress, default_workers, execute, layouts_of
+from aiter_prep.execution.bundles import Part
+from aiter_prep.execution.progress import Doing, Progress
+from aiter_prep.execution.run import default_workers, execute, layouts_of
+from aiter_prep.execution.sealing import seal
+from aiter_prep.execution.sharing import execute_part
 
-__all__ = ["Progress", "default_workers", "execute", "layouts_of"]
+__all__ = [
+    "Doing",
+    "Part",
+    "Progress",
+    "default_workers",
+    "execute",
+    "execute_part",
+    "layouts_of",
+    "seal",
+]

@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep import _version
-from aiter_prep.backends.table import backend_named
 from aiter_prep.manifest import (
     FileRecord,
     Lost,
@@ -33,9 +32,20 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 
+def created_by(backend: Backend) -> dict[str, Any]:
+    """Return what a manifest says of this program and the backend that did the work."""
+    return {
+        "name": "aiter-prep",
+        "version": _version.__version__,
+        "backend": backend.name,
+        "device": backend.device,
+        **backend.provenance,
+    }
+
+
 def manifest_of(
     plan: Plan,
-    backend: Backend,
+    maker: Mapping[str, Any],
     done: Mapping[str, Mapping[str, Written]],
     files: Sequence[tuple[str, int, str]],
 ) -> Manifest:
@@ -43,7 +53,7 @@ def manifest_of(
 
     Args:
         plan: What was to be done.
-        backend: What did it.
+        maker: What did it, from `created_by`.
         done: Shard to tensor to what was noted of it.
         files: Name, size and digest of every file beside the shards.
     """
@@ -52,23 +62,11 @@ def manifest_of(
     changes = [c for s in stacks for c in (s.merge, s.packing, *(x.conversion for x in s.sources))]
     conversions = {change.name: change.meaning for change in changes if change is not None}
     return Manifest(
-        created_by={
-            "name": "aiter-prep",
-            "version": _version.__version__,
-            "backend": backend.name,
-            "device": backend.device,
-            **backend.provenance,
-        },
-        source=_source(plan),
-        target=_target(plan),
+        created_by=maker,
+        source=source_of(plan),
+        target=target_of(plan),
         model=_model(plan),
-        options={
-            "fuse_shared_experts": plan.fuse_shared_experts,
-            "as_common": list(plan.as_common),
-            "engine": dict(plan.options),
-            "max_shard_bytes": plan.max_shard_bytes,
-            "trust_tensors": plan.trust_tensors,
-        },
+        options=options_of(plan),
         layouts=layouts,
         conversions=conversions,
         shards=tuple(_shard(shard, done[shard.file]) for shard in plan.shards),
@@ -90,14 +88,22 @@ def differing_fields(plan: Plan, manifest: Manifest) -> list[str]:
     if {s.file: set(s.layout.slots) for s in plan.shards} != {f: set(n) for f, n in done.items()}:
         return ["shards"]
     files = [(file.name, file.size, file.digest) for file in manifest.files]
-    wanted = manifest_of(plan, backend_named("cpu"), done, files)
+    wanted = manifest_of(plan, manifest.created_by, done, files)
     fields = ("target", "model", "options", "layouts", "conversions", "shards", "tensors")
     return [f for f in (*fields, "skipped") if getattr(wanted, f) != getattr(manifest, f)]
 
 
 def plan_arguments(manifest: Manifest) -> dict[str, Any]:
     """Return the arguments of `make_plan` that a manifest was planned with."""
-    target, options = manifest.target, manifest.options
+    return _arguments(manifest.target, manifest.options)
+
+
+def arguments_of(plan: Plan) -> dict[str, Any]:
+    """Return the arguments of `make_plan` that lead to a plan, as JSON would bring them back."""
+    return _arguments(target_of(plan), options_of(plan))
+
+
+def _arguments(target: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "tp": target["tp"],
         "ep": target["ep"],
@@ -131,7 +137,8 @@ def _wrap(original: Any) -> dict[str, Any]:
     return {"quant_method": METHOD, "format_version": FORMAT_VERSION, "source": original}
 
 
-def _source(plan: Plan) -> dict[str, Any]:
+def source_of(plan: Plan) -> dict[str, Any]:
+    """Return what a manifest says of the source of a plan."""
     supply = plan.checkpoint.supply
     sha256 = supply.sha256 if supply else {}
     return {
@@ -149,7 +156,8 @@ def _source(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _target(plan: Plan) -> dict[str, Any]:
+def target_of(plan: Plan) -> dict[str, Any]:
+    """Return what a manifest says of the target of a plan."""
     return {
         "name": plan.target.name,
         "engine": plan.target.engine,
@@ -159,6 +167,17 @@ def _target(plan: Plan) -> dict[str, Any]:
         "ep": plan.parallel.ep,
         "placement": plan.parallel.placement,
         "ranks": list(plan.ranks),
+    }
+
+
+def options_of(plan: Plan) -> dict[str, Any]:
+    """Return what a manifest says of the options of a plan."""
+    return {
+        "fuse_shared_experts": plan.fuse_shared_experts,
+        "as_common": list(plan.as_common),
+        "engine": dict(plan.options),
+        "max_shard_bytes": plan.max_shard_bytes,
+        "trust_tensors": plan.trust_tensors,
     }
 
 
@@ -184,16 +203,20 @@ def _block(plan: BlockPlan) -> dict[str, Any]:
     }
 
 
-def _shard(shard: Shard, done: Mapping[str, Written]) -> ShardRecord:
-    header = digest_of(shard.layout.header)
+def shard_digest(shard: Shard, done: Mapping[str, Written]) -> str:
+    """Return the digest of a shard, from those of its tensors."""
     in_order = (done[name].digest for name in shard.layout.slots)
+    return tree_digest(digest_of(shard.layout.header), in_order)
+
+
+def _shard(shard: Shard, done: Mapping[str, Written]) -> ShardRecord:
     return ShardRecord(
         file=shard.file,
         rank=shard.rank,
         part=shard.part,
         size=shard.layout.total_bytes,
-        header_digest=header,
-        digest=tree_digest(header, in_order),
+        header_digest=digest_of(shard.layout.header),
+        digest=shard_digest(shard, done),
     )
 
 

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable, Mapping
 
     from aiter_prep.plan.shards import Shard
     from aiter_prep.storage.buffers import Bytes
-    from aiter_prep.storage.output import OutputFolder, ShardFile, Written
+    from aiter_prep.storage.output import ShardFile, Written
+    from aiter_prep.storage.shard import ShardLayout
+
+
+class Store(Protocol):
+    """Where shards are written: a prepared folder in the making, or what one waits for."""
+
+    @property
+    def finished(self) -> Container[str]:
+        """Names of the shards that need no writing."""
+
+    def create(self, layout: ShardLayout) -> ShardFile:
+        """Begin a shard."""
+
+    def finish(self, shard: ShardFile, tensors: Mapping[str, Written]) -> None:
+        """Take a shard that is whole."""
 
 
 class ShardSet:
     """Knows where every tensor goes, and when a shard is whole; safe to share between threads.
 
     Args:
-        output: The folder.
+        output: Where they go.
         shards: All shards of the plan; those that are finished already are left alone.
     """
 
-    def __init__(self, output: OutputFolder, shards: Iterable[Shard]) -> None:
+    def __init__(self, output: Store, shards: Iterable[Shard]) -> None:
         self._output = output
         self._lock = threading.Lock()
         self._shards = {shard.file: shard for shard in shards}

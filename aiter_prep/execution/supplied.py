@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,19 +18,19 @@ class Job:
     """What one worker does at a time.
 
     Attributes:
+        what: What that is, for people.
         run: Does it.
         files: Shards of the source that it reads.
         total_bytes: Bytes of the source that it reads.
     """
 
+    what: str
     run: Callable[[], None]
     files: frozenset[str]
     total_bytes: int
 
 
-def supplied(
-    jobs: Sequence[Job], supply: ShardSupply, context: Context
-) -> list[Callable[[], None]]:
+def supplied(jobs: Sequence[Job], supply: ShardSupply, context: Context) -> list[Job]:
     """Return jobs that fetch their shards first, in the order in which shards are needed.
 
     Args:
@@ -43,7 +43,10 @@ def supplied(
     """
     ordered = sorted(jobs, key=lambda job: (max(job.files, default=""), min(job.files, default="")))
     supply.begin([job.files for job in ordered], context.reader.forget)
-    return [partial(_run, job, number, supply, context) for number, job in enumerate(ordered)]
+    return [
+        replace(job, run=partial(_run, job, number, supply, context))
+        for number, job in enumerate(ordered)
+    ]
 
 
 def _run(job: Job, number: int, supply: ShardSupply, context: Context) -> None:

@@ -16,6 +16,7 @@ from aiter_prep.storage.checkpoint import MANIFEST_FILE, open_checkpoint
 from aiter_prep.storage.folder import SHARD_NAME
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
+from aiter_prep.storage.parts import shards_waiting
 
 Inspection: TypeAlias = "SourceInspection | PreparedInspection | UnfinishedInspection"
 
@@ -50,5 +51,6 @@ def inspect_path(path: str | Path) -> Inspection:
 
 
 def _unfinished(folder: Path) -> UnfinishedInspection:
-    sizes = [p.stat().st_size for p in folder.iterdir() if SHARD_NAME.fullmatch(p.name)]
+    found = [path for path in folder.iterdir() if SHARD_NAME.fullmatch(path.name)]
+    sizes = [path.stat().st_size for path in (*found, *shards_waiting(folder))]
     return UnfinishedInspection(folder, len(sizes), sum(sizes))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 JOURNAL_FILE = ".aiter_prep.journal"
 LOCK_FILE = ".aiter_prep.lock"
+PARTS_FOLDER = ".aiter_prep.parts"
 PARTIAL_SUFFIX = ".partial"
 HUB_FILES = frozenset({".cache", ".gitattributes"})  # beside what was downloaded from the Hub
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.files import read_whole
-from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE
+from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
@@ -24,8 +25,16 @@ def has_results(folder: Path) -> bool:
     return any(not path.name.startswith(".") for path in folder.iterdir())
 
 
-def check_room_for_writing(folder: Path, *, resume: bool, overwrite: bool) -> None:
+def check_room_for_writing(
+    folder: Path, *, resume: bool, overwrite: bool, sealing: bool = False
+) -> None:
     """Check that a folder is empty, or unfinished and to be gone on with or written anew.
+
+    Args:
+        folder: The folder.
+        resume: It may be gone on with.
+        overwrite: It may be written anew.
+        sealing: Parts that wait in it are to be taken over.
 
     Raises:
         OutputNotEmpty: It is neither.
@@ -36,6 +45,12 @@ def check_room_for_writing(folder: Path, *, resume: bool, overwrite: bool) -> No
     if not folder.is_dir():
         raise OutputNotEmpty(f"`{name}` is not a folder")
     names = {path.name for path in folder.iterdir()} - {LOCK_FILE}
+    if PARTS_FOLDER in names and not (overwrite or sealing or MANIFEST_FILE in names):
+        raise OutputNotEmpty(
+            f"`{name}` holds parts of a conversion that are not sealed",
+            f"{finish_hint(folder)}, or start anew with --overwrite",
+        )
+    names -= {PARTS_FOLDER}
     if not names:
         return
     is_ours_to_finish = JOURNAL_FILE in names and (resume or overwrite)
@@ -55,6 +70,14 @@ def check_room_for_writing(folder: Path, *, resume: bool, overwrite: bool) -> No
         )
 
 
+def finish_hint(folder: Path) -> str:
+    """Return how an unfinished folder is brought to its end."""
+    if (folder / PARTS_FOLDER).exists():
+        command = shlex.join(["aiter-prep", "seal", str(folder)])
+        return f"when every part has ended, seal it with: {printable(command)}"
+    return "finish it with `aiter-prep convert --resume`"
+
+
 def check_ours(folder: Path) -> None:
     """Check that a prepared folder holds nothing but what its manifest names.
 
@@ -67,7 +90,7 @@ def check_ours(folder: Path) -> None:
         known |= {entry["name"] for entry in manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         known = set()
-    known |= {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE}
+    known |= {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER}
     extra = sorted({path.name for path in folder.iterdir()} - known)
     if extra:
         raise OutputNotEmpty(

@@ -29,20 +29,19 @@ class Journal:
         """Return whether a run was begun here."""
         return self._path.exists()
 
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Bring an entry to the disk, whole or not at all.
+    def append(self, *entries: Mapping[str, Any]) -> None:
+        """Bring entries to the disk, each whole or not at all.
 
         Raises:
             OSError: The disk is full or fails.
         """
-        text = jsontext.canonical(entry)
-        line = text + b"\t" + digest_of(text).encode() + b"\n"
+        lines = b"".join(map(line_of, entries))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         descriptor = os.open(self._path, flags, 0o644)
         try:
             size = os.fstat(descriptor).st_size
             try:
-                _write_all(descriptor, line)
+                _write_all(descriptor, lines)
                 os.fsync(descriptor)
             except OSError:
                 os.ftruncate(descriptor, size)  # half a line would hide those after it
@@ -68,12 +67,24 @@ class Journal:
         entries: list[dict[str, Any]] = []
         size = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
-            text, _, digest = line.partition(b"\t")
-            if digest.decode(errors="replace") != digest_of(text) + "\n":
+            text = text_of_line(line)
+            if text is None:
                 break
             entries.append(json.loads(text))
             size += len(line)
         return entries, size
+
+
+def line_of(entry: Mapping[str, Any]) -> bytes:
+    """Return an entry as a line: canonical JSON, a tab, the digest of that JSON."""
+    text = jsontext.canonical(entry)
+    return text + b"\t" + digest_of(text).encode() + b"\n"
+
+
+def text_of_line(line: bytes) -> bytes | None:
+    """Return the JSON of a line, or None if a kill has cut it."""
+    text, _, digest = line.partition(b"\t")
+    return text if digest.decode(errors="replace") == digest_of(text) + "\n" else None
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -18,6 +18,7 @@ from aiter_prep.storage.folder import (
     JOURNAL_FILE,
     LOCK_FILE,
     PARTIAL_SUFFIX,
+    PARTS_FOLDER,
     SHARD_NAME,
     partial_file,
 )
@@ -113,13 +114,20 @@ class OutputFolder:
             belongs to another run.
         resume: Go on with an unfinished run of the same fingerprint.
         overwrite: Replace a prepared or unfinished folder, and nothing else.
+        sealing: Parts wait in the folder, and are to be taken over.
 
     Raises:
         OutputNotEmpty: The folder holds something that may not be replaced.
     """
 
     def __init__(
-        self, folder: Path, *, fingerprint: str, resume: bool = False, overwrite: bool = False
+        self,
+        folder: Path,
+        *,
+        fingerprint: str,
+        resume: bool = False,
+        overwrite: bool = False,
+        sealing: bool = False,
     ) -> None:
         self.final = folder
         self._fingerprint = fingerprint
@@ -130,13 +138,15 @@ class OutputFolder:
         if self._replaces:
             check_ours(folder)
         self.folder = work_folder(folder) if self._replaces else folder
-        check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
+        self._check_room(resume=resume, overwrite=overwrite, sealing=sealing)
         self._made = _make_folder(self.folder)
         self._lock = lock_folder(self.folder)
         self._journal = Journal(self.folder)
         try:
             # another run may have ended while we waited for the lock
-            check_room_for_writing(self.folder, resume=resume, overwrite=overwrite)
+            self._check_room(resume=resume, overwrite=overwrite, sealing=sealing)
+            if not sealing:
+                shutil.rmtree(self.folder / PARTS_FOLDER, ignore_errors=True)
             if resume and self._journal.exists():
                 self.finished = self._read_journal()
         except BaseException:
@@ -167,6 +177,9 @@ class OutputFolder:
             os.close(self._lock)
             self._lock = -1
 
+    def _check_room(self, *, resume: bool, overwrite: bool, sealing: bool) -> None:
+        check_room_for_writing(self.folder, resume=resume, overwrite=overwrite, sealing=sealing)
+
     def _leave_nothing(self) -> None:
         """Remove all that is ours where no shard is finished: there is nothing to go on with.
 
@@ -195,7 +208,7 @@ class OutputFolder:
         """Forget finished shards that are no longer there as they were noted."""
         for file in list(self.finished):
             layout = layouts.get(file)
-            if layout is None or not _looks_like(self.folder / file, layout):
+            if layout is None or not looks_like(self.folder / file, layout):
                 del self.finished[file]
 
     def require_space(self, total_bytes: int) -> None:
@@ -204,12 +217,7 @@ class OutputFolder:
         Raises:
             AiterPrepError: It has not.
         """
-        free = shutil.disk_usage(self.folder).free
-        if free < total_bytes:
-            raise AiterPrepError(
-                f"`{printable(str(self.final))}` needs {total_bytes} bytes, the disk has {free}",
-                "free some space, or write to another disk",
-            )
+        require_space(self.folder, total_bytes, self.final)
 
     def create(self, layout: ShardLayout) -> ShardFile:
         """Begin a shard."""
@@ -225,9 +233,23 @@ class OutputFolder:
             raise
         sync_folder(self.folder)
         with self._journal_lock:
-            noted = {name: astuple(written) for name, written in tensors.items()}
-            self._journal.append({"file": file, "tensors": noted})
+            self._journal.append(_entry(file, tensors))
             self.finished[file] = dict(tensors)
+
+    def take_over(self, shards: Mapping[Path, Mapping[str, Written]]) -> None:
+        """Take shards that are whole and on the disk, by a rename each.
+
+        They are noted first: a kill leaves no shard here that is not noted, and what is noted and
+        not here is forgotten by `keep_only`.
+
+        Args:
+            shards: Where each lies, on the same filesystem, and its tensors.
+        """
+        self._journal.append(*(_entry(path.name, tensors) for path, tensors in shards.items()))
+        self.finished |= {path.name: dict(tensors) for path, tensors in shards.items()}
+        for path in shards:
+            path.rename(self.folder / path.name)
+        sync_folder(self.folder)
 
     def note_files(self, names: Sequence[str]) -> None:
         """Note which files beside the shards are about to be written."""
@@ -280,7 +302,7 @@ class OutputFolder:
             )
         self._journal.mend()
         return {
-            entry["file"]: {name: _written(*noted) for name, noted in entry["tensors"].items()}
+            entry["file"]: {name: written_of(*noted) for name, noted in entry["tensors"].items()}
             for entry in entries
             if "file" in entry
         }
@@ -288,20 +310,46 @@ class OutputFolder:
 
 def is_unfinished(folder: Path) -> bool:
     """Return whether a run has begun this folder and not finished it."""
-    return (folder / JOURNAL_FILE).exists() and not (folder / MANIFEST_FILE).exists()
+    is_begun = (folder / JOURNAL_FILE).exists() or (folder / PARTS_FOLDER).exists()
+    return is_begun and not (folder / MANIFEST_FILE).exists()
 
 
-def _written(digest: str, lost_count: int, lost_positions: list[int] | None) -> Written:
+def require_space(folder: Path, total_bytes: int, name: Path) -> None:
+    """Check that the disk of a folder has room.
+
+    Args:
+        folder: The folder.
+        total_bytes: What is to be written.
+        name: What the user calls the folder.
+
+    Raises:
+        AiterPrepError: It has not.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < total_bytes:
+        raise AiterPrepError(
+            f"`{printable(str(name))}` needs {total_bytes} bytes, the disk has {free}",
+            "free some space, or write to another disk",
+        )
+
+
+def written_of(digest: str, lost_count: int, lost_positions: list[int] | None) -> Written:
+    """Return what was noted of a tensor, as JSON brings it back."""
     return Written(digest, lost_count, None if lost_positions is None else tuple(lost_positions))
 
 
-def _looks_like(path: Path, layout: ShardLayout) -> bool:
+def looks_like(path: Path, layout: ShardLayout) -> bool:
+    """Return whether a file has the size and the header of a shard."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             return size == layout.total_bytes and file.read(len(layout.header)) == layout.header
     except OSError:
         return False
+
+
+def _entry(file: str, tensors: Mapping[str, Written]) -> dict[str, object]:
+    return {"file": file, "tensors": {name: astuple(done) for name, done in tensors.items()}}
 
 
 def _make_folder(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiter_prep.errors import DataMismatch, InvalidUsage
 from aiter_prep.manifest import read_manifest
+from aiter_prep.storage.guards import finish_hint
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
 from aiter_prep.verification.findings import Findings
@@ -53,7 +54,7 @@ def verify(
     if is_unfinished(folder):
         raise DataMismatch(
             f"`{printable(str(folder))}` is unfinished: a run has begun it and not sealed it",
-            "finish it with `aiter-prep convert --resume`",
+            finish_hint(folder),
         )
     manifest = read_manifest(folder)
     total = sum(shard.size for shard in manifest.shards)

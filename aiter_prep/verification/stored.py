@@ -13,7 +13,7 @@ from aiter_prep.manifest import MAX_MANIFEST_BYTES
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.digest import Digest, digest_of, tree_digest
 from aiter_prep.storage.files import read_whole
-from aiter_prep.storage.folder import HUB_FILES, JOURNAL_FILE, LOCK_FILE
+from aiter_prep.storage.folder import HUB_FILES, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.verification.report import Problem
@@ -47,9 +47,10 @@ class StoredCheck:
         promised = {shard.file for shard in self._manifest.shards}
         promised |= {file.name for file in self._manifest.files}
         self._stamps = {path.name: _stamp(path) for path in self._folder.iterdir()}
-        # a kill right behind the manifest leaves a journal and a lock, and a download from the Hub
-        # leaves its own; they hold nothing of the model
-        found = self._stamps.keys() - {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE, *HUB_FILES}
+        # a kill right behind the manifest leaves what a run notes for itself, and a download from
+        # the Hub leaves its own; they hold nothing of the model
+        ours = {MANIFEST_FILE, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER}
+        found = self._stamps.keys() - {*ours, *HUB_FILES}
         for name in sorted(promised - found):
             self._findings.add(name, "is missing")
         for name in sorted(found - promised):

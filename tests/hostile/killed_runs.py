@@ -1,6 +1,6 @@
 """Runs conversions in child processes that kill themselves at a chosen moment.
 
-A program of its own, started by test_kill.py: it imports everything once and forks for every run.
+A program of its own, started by killing.py: it imports everything once and forks for every run.
 It reads requests from its input, one JSON object a line, and answers each with a line.
 """
 
@@ -13,8 +13,8 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from aiter_prep.execution import execute
-from aiter_prep.plan import make_plan
+from aiter_prep.execution import Part, execute, execute_part, seal
+from aiter_prep.plan import Plan, make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 
 # Audit events that announce a change of the file system; they come before the change.
@@ -71,6 +71,25 @@ def kill() -> NoReturn:
     raise AssertionError("still alive")
 
 
+def convert(plan: Plan, request: dict[str, Any]) -> None:
+    """Convert all of it."""
+    execute(plan, request["out"], workers=request["workers"], **request["options"])
+
+
+def convert_part(plan: Plan, request: dict[str, Any]) -> None:
+    """Convert a part."""
+    part = Part(**request["options"])
+    execute_part(plan, request["out"], part, workers=request["workers"])
+
+
+def complete(_plan: Plan, request: dict[str, Any]) -> None:
+    """Seal what parts have written."""
+    seal(request["out"])
+
+
+ACTS = {"convert": convert, "part": convert_part, "seal": complete}
+
+
 def run(request: dict[str, Any], answer: int) -> None:
     """Convert as a request says, and write how many changes that took."""
     checkpoint = open_checkpoint(request["source"])
@@ -78,7 +97,7 @@ def run(request: dict[str, Any], answer: int) -> None:
     write = os.write
     bomb = Bomb(request["kill_at"], torn=request["torn"])
     bomb.arm()
-    execute(plan, request["out"], workers=request["workers"], **request["options"])
+    ACTS[request["act"]](plan, request)
     write(answer, str(bomb.count).encode())
 
 

@@ -6,68 +6,21 @@ write, fsync, rename, unlink, mkdir, truncation or lock), or in the middle of a 
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-import tiny
 from aiter_prep.errors import DataMismatch
 from aiter_prep.execution import execute
 from aiter_prep.restoration import restore
 from aiter_prep.verification import verify
+from killing import SHARD_BYTES, TP, Runner, Scene, scene_of, spread_over
 from prepared import JOURNAL, LOCK, MANIFEST, contents, plan_of, prepare, problems_of, stamps
 
-PROGRAM = Path(__file__).with_name("killed_runs.py")
 QUICK_POINTS = 20
 LONG_POINTS = 200
-TP = 2
-SHARD_BYTES = 10_000
-
-
-class Runner:
-    """The program that runs conversions and kills them."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def run(self, source: Path, out: Path, kill_at: int, **more: Any) -> int:
-        """Run a conversion; return how many changes it made, or 0 if it was killed."""
-        request = {
-            "source": str(source),
-            "out": str(out),
-            "kill_at": kill_at,
-            "tp": TP,
-            "max_shard_bytes": SHARD_BYTES,
-            "torn": more.pop("torn", False),
-            "workers": more.pop("workers", 1),
-            "options": more,
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        assert answer["exit_code"] == 0
-        assert answer["signal"] in {0, signal.SIGKILL}
-        count: int = answer["count"]
-        assert (count == 0) is (answer["signal"] == signal.SIGKILL)
-        return count
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +29,6 @@ def runner() -> Iterator[Runner]:
     runner = Runner()
     yield runner
     runner.close()
-
-
-class Scene(NamedTuple):
-    """A source, its stamps before anything was done, and what a run of it writes."""
-
-    source: Path
-    before: dict[str, tuple[int, int, str]]
-    fresh: dict[str, str]
-
-
-def scene_of(folder: Path, **model: Any) -> Scene:
-    source = tiny.write(folder / "source", **model)
-    (source / "tokenizer.json").write_text('{"tiny": true}', "utf-8")
-    before = stamps(source)
-    prepare(source, folder / "fresh", TP, max_shard_bytes=SHARD_BYTES)
-    return Scene(source, before, contents(folder / "fresh"))
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +43,6 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     """Another one, which lies in the folder before."""
     folder = tmp_path_factory.mktemp("older")
     return scene_of(folder, kind="bf16", hidden=64, intermediate=64)
-
-
-def spread_over(count: int, points: int) -> list[int]:
-    """Return points spread evenly over a run, the first and the last change among them."""
-    if points >= count:
-        return list(range(1, count + 1))
-    return sorted({1 + number * (count - 1) // (points - 1) for number in range(points)})
 
 
 def model_files(out: Path) -> dict[str, str]:

@@ -32,7 +32,7 @@ from aiter_prep.inspection import inspect_path
 from support import fixture
 
 SOON = 4.0  # seconds; 2 are promised, but not of a machine that tests other things as well
-COMMANDS = ("convert", "verify", "inspect", "restore", "push", "layouts", "env", "demo")
+COMMANDS = ("convert", "seal", "verify", "inspect", "restore", "push", "layouts", "env", "demo")
 
 
 @dataclass(frozen=True)

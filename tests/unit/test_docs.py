@@ -477,6 +477,9 @@ def test_the_json_objects_have_the_keys_that_are_listed(
     (workplace / "begun" / ".aiter_prep.journal").touch()
     calls = [
         ["convert", source, "out", "--tp", "2"],
+        ["convert", source, "sizes", "--tp", "1", "--tp", "2"],
+        ["convert", source, "shared", "--tp", "2", "--part", "1/1"],
+        ["seal", "shared"],
         ["convert", source, "other", "--tp", "2", "--dry-run"],
         ["verify", "out"],
         ["inspect", source],

@@ -15,7 +15,7 @@ import pytest
 import tiny
 from aiter_prep.cli import main
 from aiter_prep.errors import AiterPrepError, BadSource, InvalidUsage
-from aiter_prep.execution.run import fingerprint_of
+from aiter_prep.execution.fingerprint import fingerprint_of
 from aiter_prep.manifest import read_manifest
 from aiter_prep.plan import make_plan
 from aiter_prep.publication import push

@@ -1,0 +1,286 @@
+"""Where processes that share a conversion leave their shards until the folder is sealed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiter_prep.errors import AiterPrepError, OutputNotEmpty
+from aiter_prep.storage.checkpoint import MANIFEST_FILE
+from aiter_prep.storage.durable import sync_folder, write_whole
+from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
+from aiter_prep.storage.journal import line_of, text_of_line
+from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.output import ShardFile, Written, looks_like, require_space, written_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from aiter_prep.storage.shard import ShardLayout
+
+REQUEST_FILE = "request.json"
+MAX_NOTE_BYTES = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ShardNote:
+    """What is noted of a shard that waits to be sealed.
+
+    Attributes:
+        tensors: Its tensors.
+        maker: What wrote it, as a manifest's `created_by`.
+    """
+
+    tensors: Mapping[str, Written]
+    maker: Mapping[str, Any]
+
+
+def pending_plans(out: Path) -> dict[str, Mapping[str, Any]]:
+    """Return what was asked for by the parts that wait in a folder, by the digest of its facts.
+
+    What cannot be read (a part was killed while it wrote it) is empty.
+    """
+    parts = out / PARTS_FOLDER
+    if not parts.is_dir():
+        return {}
+    return {path.name: _request(path) for path in sorted(parts.iterdir()) if path.is_dir()}
+
+
+def forget_parts(out: Path) -> None:
+    """Remove what parts left in a folder."""
+    shutil.rmtree(out / PARTS_FOLDER, ignore_errors=True)
+
+
+class PartsFolder:
+    """The shards of one plan that wait to be sealed; safe to share between threads.
+
+    Each process writes into a folder of its own, brings a shard to the disk, gives it its name
+    among those that wait, and notes it in a file of its own with the digests of its tensors. No
+    two processes ever write to one file, so nothing depends on locks or on a common view of a
+    file that is being written. Two that write the same shard write the same bytes, and each puts
+    it in its place in one step.
+
+    Args:
+        out: The prepared folder in the making.
+        digest: Stands for all that the processes must agree on.
+    """
+
+    def __init__(self, out: Path, digest: str) -> None:
+        self.out = out
+        self._digest = digest
+        self.folder = out / PARTS_FOLDER / key_of(digest)
+        self.finished: set[str] = set()
+        self._own: Path | None = None
+        self._maker: Mapping[str, Any] = {}
+        self._check_source: Callable[[], None] | None = None
+
+    def begin(
+        self,
+        label: str,
+        request: Mapping[str, Any],
+        maker: Mapping[str, Any],
+        check_source: Callable[[], None] | None = None,
+    ) -> Self:
+        """Take part.
+
+        Args:
+            label: What the process is called, such as `part-3-of-8`. What a killed process of the
+                same name left is removed.
+            request: How the plan was made; the same for all.
+            maker: What writes the shards, as a manifest's `created_by`.
+            check_source: Called before a shard is noted; raises where the source has changed.
+
+        Raises:
+            OutputNotEmpty: The folder holds something else, or parts of another plan.
+        """
+        self._check_room()
+        self._maker = maker
+        self._check_source = check_source
+        self.folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(self.out)
+        with self._while_it_is_there():
+            (self.folder / label).open("ab").close()
+            for left in self.folder.glob(f"{label}.*"):
+                shutil.rmtree(left, ignore_errors=True)
+            self._own = Path(tempfile.mkdtemp(prefix=f"{label}.", dir=self.folder))
+            self._own.chmod(0o755)
+            if not _request(self.folder):
+                self._put(REQUEST_FILE, line_of(request))
+        self._check_room()  # another plan's part may have begun meanwhile: one of the two sees it
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    def require_space(self, total_bytes: int) -> None:
+        """Check that the disk has room.
+
+        Raises:
+            AiterPrepError: It has not.
+        """
+        require_space(self.out, total_bytes, self.out)
+
+    def create(self, layout: ShardLayout) -> ShardFile:
+        """Begin a shard.
+
+        Raises:
+            AiterPrepError: Another process of the same name has taken over.
+        """
+        assert self._own is not None, "the process has not begun"
+        with self._while_it_is_there():
+            return ShardFile(self._own, layout)
+
+    def finish(self, shard: ShardFile, tensors: Mapping[str, Written]) -> None:
+        """Bring a shard to the disk, give it its name among those that wait, and note it.
+
+        Raises:
+            AiterPrepError: Another process of the same name has taken over.
+        """
+        file = shard.layout.file
+        note = {
+            "digest": self._digest,
+            "file": file,
+            "maker": dict(self._maker),
+            "tensors": {name: astuple(written) for name, written in tensors.items()},
+        }
+        try:
+            if self._check_source is not None:
+                self._check_source()
+            with self._while_it_is_there():
+                shard.finish(self.folder)
+                sync_folder(self.folder)
+                self._put(_note_file(file), line_of(note))
+        except BaseException:
+            shard.discard()
+            raise
+        self.finished.add(file)
+
+    def note_of(self, layout: ShardLayout) -> ShardNote | None:
+        """Return what is noted of a shard, or None if it is not there as noted and as planned."""
+        note = self.noted(layout)
+        return note if note is not None and looks_like(self.place_of(layout), layout) else None
+
+    def noted(self, layout: ShardLayout) -> ShardNote | None:
+        """Return what is noted of a shard, whether or not it is there."""
+        entry = _read_note(self.folder / _note_file(layout.file))
+        if (entry.get("digest"), entry.get("file")) != (self._digest, layout.file):
+            return None
+        tensors = {name: written_of(*noted) for name, noted in entry["tensors"].items()}
+        return ShardNote(tensors, entry["maker"]) if tensors.keys() == layout.slots.keys() else None
+
+    def place_of(self, layout: ShardLayout) -> Path:
+        """Return where a shard waits."""
+        return self.folder / layout.file
+
+    def labels(self) -> list[str]:
+        """Return the names of the processes that have begun."""
+        return sorted(path.name for path in self.folder.iterdir() if path.name.startswith("part-"))
+
+    @contextmanager
+    def _while_it_is_there(self) -> Iterator[None]:
+        """Say so where what this process writes was removed under it."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise AiterPrepError(
+                f"what was being written into `{printable(str(self.folder))}` is gone",
+                "the same part was begun anew by another process, or the folder was sealed or "
+                "removed",
+            ) from None
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Put a small file in its place, in one step."""
+        assert self._own is not None, "the process has not begun"
+        write_whole(self._own, name, data)
+        (self._own / name).rename(self.folder / name)
+        sync_folder(self.folder)
+
+    def _check_room(self) -> None:
+        """Check that the folder holds nothing but parts of this plan.
+
+        Raises:
+            OutputNotEmpty: It does.
+        """
+        check_room_for_parts(self.out)
+        others = sorted(pending_plans(self.out).keys() - {self.folder.name})
+        if others:
+            raise OutputNotEmpty(
+                f"`{printable(str(self.out))}` holds parts of another conversion, in "
+                f"`{PARTS_FOLDER}/{others[0]}`",
+                "all parts need the same source, options and version; remove that folder if it is "
+                "not wanted, or choose another output folder",
+            )
+
+
+def check_room_for_parts(out: Path) -> None:
+    """Check that a folder is empty, or holds parts alone.
+
+    Raises:
+        OutputNotEmpty: It does not.
+    """
+    name = printable(str(out))
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise OutputNotEmpty(f"`{name}` is not a folder")
+    names = {path.name for path in out.iterdir()} - {LOCK_FILE, PARTS_FOLDER}
+    if MANIFEST_FILE in names:
+        raise OutputNotEmpty(
+            f"`{name}` is a prepared folder already",
+            "choose another output folder, or let --if-needed see whether it is the right one",
+        )
+    if JOURNAL_FILE in names:
+        raise OutputNotEmpty(
+            f"`{name}` is being written or sealed by another run", "choose another output folder"
+        )
+    if names:
+        raise OutputNotEmpty(
+            f"`{name}` is not empty and not of our making", "choose another output folder"
+        )
+
+
+def key_of(digest: str) -> str:
+    """Return the name of the folder that stands for a digest."""
+    return digest.rpartition(":")[2]
+
+
+def shards_waiting(out: Path) -> Iterator[Path]:
+    """Yield every shard that waits in a folder to be sealed."""
+    for key in pending_plans(out):
+        yield from sorted((out / PARTS_FOLDER / key).glob("model-*.safetensors"))
+
+
+def _note_file(file: str) -> str:
+    return f"{file}.json"
+
+
+def _request(folder: Path) -> Mapping[str, Any]:
+    return _read_note(folder / REQUEST_FILE)
+
+
+def _read_note(path: Path) -> dict[str, Any]:
+    """Return a note, or an empty one where there is none that is whole."""
+    try:
+        text = text_of_line(read_whole(path, MAX_NOTE_BYTES))
+    except OSError:
+        return {}
+    found: dict[str, Any] = {} if text is None else json.loads(text)
+    return found
