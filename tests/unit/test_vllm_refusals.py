@@ -170,7 +170,33 @@ def test_another_row_order_is_refused(folder: Path, manifest: Manifest) -> None:
     said = refusal(lambda: checks.check_layer(other, manifest))
     assert "lie interleaved_16" in said
     assert "wants them separated" in said
-    assert "--gate-up separated" in said
+    assert "aiter-prep convert" in said
+
+
+@pytest.mark.parametrize(
+    ("is_k3", "wanted", "option"),
+    [
+        (False, "separated", "--activation-dtype fp4"),
+        (False, "interleaved_16", None),
+        (True, "interleaved_16", "--activation-dtype fp8"),
+        (True, "separated", None),
+    ],
+)
+def test_the_command_names_the_option_that_flags_of_the_run_ask_for(
+    manifest: Manifest, is_k3: bool, wanted: str, option: str | None
+) -> None:
+    method = made(MXFP4, is_k3_situ_aiter=is_k3)
+    command = convert_command(manifest, checks._options(method, wanted))
+    assert (option in command) if option else ("--activation-dtype" not in command)
+
+
+def test_a_version_that_prepares_a_layer_otherwise_is_refused(folder: Path) -> None:
+    layer = layer_of(folder)
+    layer = replace(layer, known=replace(layer.known, since="0.33"))
+    checks.check_since(layer, "0.33")
+    said = refusal(lambda: checks.check_since(layer, "0.32"))
+    assert "are served from vLLM 0.33 on, this one is 0.32" in said
+    assert "pip install 'vllm>=0.33'" in said
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from aiter_prep.engines.vllm.layers import ExpertLayer
     from aiter_prep.manifest import Manifest
 
-_GATE_UP = {SEPARATED: {"gate_up": "separated"}, INTERLEAVED: {"gate_up": "interleaved"}}
 _OWN = ("w13_", "w2_")
 _HALVES = {"torch.bfloat16", "torch.float16"}
 
@@ -103,6 +102,26 @@ def _parallel_flags(target: Any) -> str:
     return f"`--tensor-parallel-size {target['tp']}`"
 
 
+def check_since(layer: ExpertLayer, version: str) -> None:
+    """Check that the running version prepares such a layer as the target says.
+
+    Raises:
+        EngineMismatch: Only newer ones do.
+    """
+    since = layer.known.since
+    if _numbers(version) < _numbers(since):
+        name = class_name(layer.method).rpartition(".")[2]
+        raise EngineMismatch(
+            f"experts as those of `{printable(layer.path)}`, which `{name}` prepares, are served "
+            f"from vLLM {since} on, this one is {version}",
+            f"`pip install 'vllm>={since}'`, or serve the source itself",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
 def check_layer(layer: ExpertLayer, manifest: Manifest) -> None:
     """Check that the engine wants of a layer exactly what the folder has for it.
 
@@ -137,13 +156,24 @@ def _check_method(layer: ExpertLayer, manifest: Manifest) -> None:
     order = layer.known.row_orders[backend]
     order = order if isinstance(order, str) else order(layer.method)
     if order != block["row_order"]:
-        options = _GATE_UP.get(order, {})
         raise EngineMismatch(
             f"rows of gate and up of {where} lie {block['row_order']}, `{name}` with backend "
             f"`{backend}` and the flags of this run wants them {order}",
             "run with the flags and VLLM_ROCM_USE_AITER_* variables that it was prepared for, or "
-            f"prepare it for these: {convert_command(manifest, options)}",
+            f"prepare it for these: {convert_command(manifest, _options(layer.method, order))}",
         )
+
+
+def _options(method: Any, row_order: str) -> dict[str, str]:
+    """Return what `convert` is told for the order that flags of the run ask for.
+
+    They choose the dtype of activations, and the order follows from it: see `Mxfp4MoEMethod` in
+    the table of methods. Everything else has the order that `convert` chooses by itself.
+    """
+    is_k3 = getattr(method, "is_k3_situ_aiter", False)
+    changed = INTERLEAVED if is_k3 else SEPARATED
+    by_flags = hasattr(method, "is_k3_situ_aiter") and row_order == changed
+    return {"activation_dtype": "fp8" if is_k3 else "fp4"} if by_flags else {}
 
 
 def _check_experts(layer: ExpertLayer, manifest: Manifest) -> None:

@@ -46,6 +46,7 @@ class Method:
         rebuild: Builds the kernel objects over tensors that are in place.
         renames: Our name of a parameter to that which it has until it is post-processed.
         leftovers: Parameters that belong to the source's form alone and stay as they are.
+        since: The first version that prepares such a layer as the target says.
     """
 
     schemes: frozenset[str]
@@ -53,6 +54,7 @@ class Method:
     rebuild: Callable[[Any, Any], None]
     renames: Mapping[str, str] | None = None
     leftovers: frozenset[str] = frozenset()
+    since: str = "0.32"
 
 
 def _mxfp4_row_order(method: Any) -> str:
@@ -94,9 +96,11 @@ METHODS: dict[str, Method] = {
         _MXFP8, _AITER_MXFP8, kernels.mxfp8_of_modelopt
     ),
     _CT + "w8a8_mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod": Method(
-        _MXFP8, _AITER_MXFP8, kernels.mxfp8
+        _MXFP8, _AITER_MXFP8, kernels.mxfp8, since="0.33"
     ),
-    _QUANT + "quark.quark_moe.QuarkW8A8Mxfp8MoEMethod": Method(_MXFP8, _AITER_MXFP8, kernels.mxfp8),
+    _QUANT + "quark.quark_moe.QuarkW8A8Mxfp8MoEMethod": Method(
+        _MXFP8, _AITER_MXFP8, kernels.mxfp8, since="0.33"
+    ),
     _QUANT + "mxfp4.Mxfp4MoEMethod": Method(_MXFP4, _BY_FLAGS, kernels.mxfp4_by_itself),
     _CT + "w4a8_mxfp4.CompressedTensorsW4A8Mxfp4MoEMethod": Method(
         _MXFP4, _BY_FLAGS, kernels.mxfp4_by_itself, _PACKED
@@ -107,6 +111,7 @@ METHODS: dict[str, Method] = {
         frozenset({"int4_fp8"}),
         {None: SEPARATED},
         kernels.on_first_use,
+        since="0.33",  # 0.32 shuffles the weights, and does not flag them
     ),
     _CT + "w4a16_flydsl.CompressedTensorsW4A16FlydslMoEMethod": Method(
         frozenset({"int4"}),

@@ -10,7 +10,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from aiter_prep.engines.mismatch import EngineMismatch
 from aiter_prep.engines.reading import stored_tensors
-from aiter_prep.engines.vllm.checks import check_chip, check_layer, rank_of
+from aiter_prep.engines.vllm.checks import check_chip, check_layer, check_since, rank_of
 from aiter_prep.engines.vllm.config import is_prepared
 from aiter_prep.engines.vllm.contract import check_target, running_version
 from aiter_prep.engines.vllm.fingerprint import check_fingerprint
@@ -119,6 +119,7 @@ def _checked_layers(
     stored = stored_tensors(folder, manifest, rank)
     layers = expert_layers(model, manifest, stored, str(model_config.architecture))
     for layer in layers:
+        check_since(layer, version)
         check_layer(layer, manifest)
     check_fingerprint(manifest)
     return layers
