@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiter_prep.engines.reading import StoredTensor, read_tensors, stored_tensors
+from aiter_prep.engines.readers import DIRECT, read
+from aiter_prep.engines.reading import StoredTensor, stored_tensors
 from aiter_prep.engines.runtime_dtypes import as_runtime
 from aiter_prep.manifest import read_manifest
 
@@ -30,6 +31,7 @@ def load(
     *,
     common: bool = False,
     check_digests: bool = False,
+    reader: str = DIRECT,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of one rank of a prepared folder.
 
@@ -43,9 +45,12 @@ def load(
         device: Where the tensors go.
         common: Load the tensors that all ranks share, too.
         check_digests: Compare every byte with the manifest's digests.
+        reader: What reads the files: `direct`, ours, or `fastsafetensors` or `runai_streamer`,
+            which need the packages of these names.
 
     Raises:
-        InvalidUsage: The folder does not hold that rank.
+        InvalidUsage: The folder does not hold that rank, or there is no such reader.
+        AiterPrepError: The package of the reader is not installed.
         DataMismatch: It is no prepared folder, or not what its manifest says.
         NoRule: torch lacks a dtype.
     """
@@ -55,7 +60,7 @@ def load(
     if common:
         stored += stored_tensors(path, manifest, None)
     memory = [(tensor, _memory_for(tensor, device)) for tensor in stored]
-    read_tensors(path, memory, check_digests=check_digests)
+    read(path, memory, reader=reader, check_digests=check_digests)
     return {tensor.record.name: flagged(flat, tensor.record) for tensor, flat in memory}
 
 

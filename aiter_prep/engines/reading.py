@@ -124,7 +124,7 @@ def read_tensors(
     if check_digests:
         digests |= {stored.record.name: digest_of(memory.numpy()) for stored, memory in here}
         for stored, _ in destinations:
-            _check_digest(stored.record, digests[stored.record.name])
+            check_digest(stored.record, digests[stored.record.name])
 
 
 def _read_here(reader: FolderReader, destinations: Sequence[Destination]) -> None:
@@ -161,7 +161,12 @@ def _read_there(reader: FolderReader, destinations: Sequence[Destination]) -> di
     return digests
 
 
-def _check_digest(record: TensorRecord, found: str) -> None:
+def check_digest(record: TensorRecord, found: str) -> None:
+    """Compare the digest of what was read with that of the manifest.
+
+    Raises:
+        DataMismatch: It is another.
+    """
     if found != record.digest:
         raise DataMismatch(
             f"`{printable(record.name)}` in `{printable(record.file)}` has the digest {found}, the "

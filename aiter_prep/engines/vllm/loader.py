@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from aiter_prep.engines.mismatch import EngineMismatch
+from aiter_prep.engines.readers import DIRECT
 from aiter_prep.engines.reading import stored_tensors
 from aiter_prep.engines.vllm.checks import check_chip, check_layer, check_since, rank_of
 from aiter_prep.engines.vllm.config import is_prepared
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CHECK_DIGESTS = "check_digests"
+_READER = "reader"
 
 
 class AiterPrepLoader(DefaultModelLoader):
@@ -33,13 +35,14 @@ class AiterPrepLoader(DefaultModelLoader):
     replaced, once, by building the kernel objects over them.
 
     Args:
-        load_config: vLLM's; `model_loader_extra_config` may say `check_digests`, besides what
-            vLLM's default loader knows.
+        load_config: vLLM's; `model_loader_extra_config` may say `check_digests` and `reader`,
+            besides what vLLM's default loader knows.
     """
 
     def __init__(self, load_config: Any) -> None:
         extra = dict(load_config.model_loader_extra_config or {})
         self._check_digests = bool(extra.pop(_CHECK_DIGESTS, False))
+        self._reader = str(extra.pop(_READER, DIRECT))
         super().__init__(dataclasses.replace(load_config, model_loader_extra_config=extra))
         self._is_loading = False
 
@@ -63,7 +66,7 @@ class AiterPrepLoader(DefaultModelLoader):
             super().load_weights(model, model_config)
         finally:
             self._is_loading = False
-        place(folder, layers, version, check_digests=self._check_digests)
+        place(folder, layers, version, reader=self._reader, check_digests=self._check_digests)
         for layer in layers:
             _build_kernels_only(layer)
 

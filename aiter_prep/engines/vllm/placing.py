@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiter_prep.engines.plain import FLAGS, SHUFFLED, flagged, is_flagged
-from aiter_prep.engines.reading import Destination, StoredTensor, read_tensors
+from aiter_prep.engines.readers import DIRECT, read
 from aiter_prep.engines.vllm.contract import KEEPS_PARAMETERS
 from aiter_prep.storage.jsontext import printable
 
@@ -15,11 +15,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from aiter_prep.engines.reading import Destination, StoredTensor
     from aiter_prep.engines.vllm.layers import ExpertLayer
 
 
 def place(
-    folder: Path, layers: Sequence[ExpertLayer], version: str, *, check_digests: bool = False
+    folder: Path,
+    layers: Sequence[ExpertLayer],
+    version: str,
+    *,
+    reader: str = DIRECT,
+    check_digests: bool = False,
 ) -> None:
     """Read the tensors of expert layers and make them their parameters, flags last.
 
@@ -30,9 +36,12 @@ def place(
         folder: The prepared folder.
         layers: The layers.
         version: The vLLM that runs.
+        reader: What reads the files; see `aiter_prep.load`.
         check_digests: Compare what was read with the manifest.
 
     Raises:
+        InvalidUsage: There is no such reader.
+        AiterPrepError: The package of the reader is not installed.
         DataMismatch: A file is not what the manifest says.
     """
     destinations: list[Destination] = []
@@ -40,7 +49,7 @@ def place(
         _rename(layer)
         for leaf, stored in layer.tensors.items():
             destinations.append((stored, _memory(getattr(layer.module, leaf), stored)))
-    read_tensors(folder, destinations, check_digests=check_digests)
+    read(folder, destinations, reader=reader, check_digests=check_digests)
     memory = iter(destinations)
     for layer in layers:
         for leaf in layer.tensors:
