@@ -163,8 +163,8 @@ def kimi_k3(values: Values, scheme: Scheme, sizes: Sizes) -> Model:
 
 
 _VISION: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
+    "vt_hidden_size": 64,
+    "vt_num_attention_heads": 4,
+    "vt_num_hidden_layers": 2,
+    "vt_intermediate_size": 128,
 }

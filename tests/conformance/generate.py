@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+from conformance.forks import run_each
+
 PROMPTS = ([3, 17, 42, 99, 5], list(range(20, 44)))
 TOKENS = 8
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # else a C++ compiler builds a sampler of few lines first
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -53,7 +55,7 @@ def generated(job: dict[str, Any]) -> list[dict[str, Any]]:
         temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5, detokenize=False
     )
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
-    results = [request.outputs[0] for request in engine.generate(prompts, sampling)]
+    results = [request.outputs[0] for request in engine.generate(prompts, sampling, use_tqdm=False)]
     return [
         {
             "tokens": list(result.token_ids),
@@ -84,10 +86,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     importlib.import_module("vllm.engine.arg_utils")
     importlib.import_module("vllm.model_executor.model_loader")
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        process = multiprocessing.get_context("fork").Process(target=run_job, args=(job,))
-        process.start()
-        process.join()
+    run_each(run_job, json.loads(Path(sys.argv[1]).read_text()))
 
 
 if __name__ == "__main__":

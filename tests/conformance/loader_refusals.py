@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch
 
 from conformance import engine_dump
 from conformance.engine_dump import Job, as_rank, engine_config, start_one_process_world
+from conformance.forks import run_each
+from conformance.loader_check import reread_environment
 
 LOADED = "loaded"
 
@@ -40,6 +42,8 @@ class Case:
         variables: what the environment says besides.
         version: what the engine says that its version is, or None for the truth.
         without_aiter: whether AITER cannot be imported when weights are loaded.
+        other_aiter: whether AITER lays out tensors in another way.
+        again: whether weights are asked for once more after the model was loaded.
     """
 
     out: str
@@ -51,12 +55,15 @@ class Case:
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
     version: str | None = None
     without_aiter: bool = False
+    other_aiter: bool = False
+    again: bool = False
 
 
 def run_case(case: Case) -> None:
     """Loads, and writes down how that ended."""
     os.environ.update(case.variables)
     try:
+        reread_environment()
         load(case)
         said = LOADED
     except BaseException as fault:  # noqa: BLE001  # the test reads what it says
@@ -68,7 +75,7 @@ def load(case: Case) -> None:
     """Loads as an engine does, through its configuration."""
     import vllm
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader import get_model, get_model_loader
 
     if case.version:
         vllm.__version__ = case.version
@@ -78,9 +85,15 @@ def load(case: Case) -> None:
     )
     start_one_process_world(config)
     if case.without_aiter:
-        importlib.import_module("sys").modules["aiter.ops.shuffle"] = None
+        sys.modules["aiter.ops.shuffle"] = None  # type: ignore[assignment]  # as if it was not there
+    if case.other_aiter:
+        shuffle = importlib.import_module("aiter.ops.shuffle")
+        shuffle.__dict__["shuffle_weight"] = lambda weight, *_args, **_more: weight
     with as_rank(case.rank, case.tp, case.expert_parallel), set_current_vllm_config(config):
-        get_model(vllm_config=config)
+        model = get_model(vllm_config=config)
+        if case.again:
+            loader = get_model_loader(config.load_config)
+            list(loader.get_all_weights(config.model_config, model))
 
 
 def main() -> None:
@@ -90,12 +103,7 @@ def main() -> None:
     torch.accelerator.max_memory_allocated = lambda *_args: 0  # for a message of the engine
     importlib.import_module("vllm.engine.arg_utils")
     importlib.import_module("vllm.model_executor.model_loader.utils")
-    for facts in json.loads(options.jobs.read_text()):
-        process = multiprocessing.get_context("fork").Process(
-            target=run_case, args=(Case(**facts),)
-        )
-        process.start()
-        process.join()
+    run_each(run_case, [Case(**facts) for facts in json.loads(options.jobs.read_text())])
 
 
 if __name__ == "__main__":

@@ -202,12 +202,15 @@ PATHS: dict[str, ConformancePath] = {
         convert=("--activation-dtype", "fp4"),
     ),
     # MXFP4, Kimi-K3
-    "kimi_k3": ConformancePath(kimi_k3, "kimi_k3_mxfp4", sizes=_K3),
-    "kimi_k3_e3": ConformancePath(kimi_k3, "kimi_k3_mxfp4", sizes=_ODD_K3, tps=(1, 2)),
+    "kimi_k3": ConformancePath(kimi_k3, "kimi_k3_mxfp4", sizes=_K3, engine_args=_TEXT_ONLY),
+    "kimi_k3_e3": ConformancePath(
+        kimi_k3, "kimi_k3_mxfp4", sizes=_ODD_K3, tps=(1, 2), engine_args=_TEXT_ONLY
+    ),
     "kimi_k3_a16w4": ConformancePath(
         kimi_k3,
         "kimi_k3_mxfp4",
         sizes=_K3,
+        engine_args=_TEXT_ONLY,
         environment={"VLLM_ROCM_USE_AITER_MOE_SITUV2": "0"},
         convert=("--activation-dtype", "bf16"),
     ),
@@ -215,6 +218,7 @@ PATHS: dict[str, ConformancePath] = {
         kimi_k3,
         "kimi_k3_mxfp4",
         sizes=_K3,
+        engine_args=_TEXT_ONLY,
         environment={"VLLM_ROCM_USE_AITER_MOE_SITUV2": "a8w4"},
         convert=("--activation-dtype", "fp8"),
     ),

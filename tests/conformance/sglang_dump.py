@@ -21,7 +21,7 @@ from conformance.moe_layer import Job, Rank, parse, run_all, tensors_of
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _QUANTIZATION = "sglang.srt.layers.quantization"
 # kernels and nothing else, compiled when they are imported
-_KERNELS = ("sglang.kernels.jit",)
+KERNELS = ("sglang.kernels.jit",)
 
 
 def _give(name: str, value: Any) -> None:
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments, "sglang_dump")
     os.environ["SGLANG_USE_AITER"] = "1"
     sys.path.insert(0, str(options.engine))
-    engine = SGLang(install(options.aiter, options.gfx, _KERNELS))
+    engine = SGLang(install(options.aiter, options.gfx, KERNELS))
     facts = {"engine": "sglang", "version": "0.5.23", "gfx": options.gfx}
     run_all(options.jobs, engine.load, facts)
 

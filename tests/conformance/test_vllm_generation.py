@@ -7,7 +7,6 @@ experts, and the controls show that everything the loader does is needed.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from aiter_prep.storage.checkpoint import open_checkpoint
 from conformance import cpu_shim
 from conformance.engine_run import Environment
 from conformance.loader_site import installed, product_site, run_engine
+from conformance.small_model import write_small_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm generation"), pytest.mark.torch]
 
@@ -27,37 +27,11 @@ MODES = {1: ("unshuffle", "none", "wrong_flag"), 2: ("unshuffle", "wrong_rank")}
 CONTROLS = [(1, "none"), (1, "wrong_flag"), (2, "wrong_rank")]
 
 
-def small_model(folder: Path) -> Path:
-    """Writes a model whose weights are so large that its experts decide every token."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=512,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def results(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What was generated, by `<tp>-source` and `<tp>-<what the shim does>`."""
     base = tmp_path_factory.mktemp("generation")
-    source = small_model(base / "source")
+    source = write_small_model(base / "source")
     jobs: list[dict[str, object]] = []
     for tp, modes in MODES.items():
         prepared = base / f"prepared-{tp}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Expected:
 
 
 MISMATCH = "EngineMismatch: "
+_TEXT_ONLY = {"limit_mm_per_prompt": {"image": 0}}
 EXPECTED = {
     "what fits is loaded": Expected("prepared", ("loaded",)),
     "the engine's own load format": Expected(
@@ -79,14 +81,80 @@ EXPECTED = {
     "an unknown version": Expected(
         "prepared", (MISMATCH, "vLLM 0.34.0 is not known", "0.32, 0.33"), {"version": "0.34.0"}
     ),
+    "AITER switched off": Expected(
+        "prepared",
+        (MISMATCH, "backend `TRITON`", "VLLM_ROCM_USE_AITER=1"),
+        {"variables": {"VLLM_ROCM_USE_AITER": "0"}},
+    ),
+    "another AITER": Expected(
+        "prepared",
+        (MISMATCH, "the installed AITER lays out `tile_16x16` in another way", "install the AITER"),
+        {"other_aiter": True},
+    ),
+    "another order of rows": Expected(
+        "deepseek_v41",
+        (
+            MISMATCH,
+            "rows of gate and up",
+            "wants them separated",
+            "VLLM_ROCM_USE_AITER_*",
+            "--activation-dtype fp4",
+        ),
+        {"variables": {"VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": "1"}, "engine_args": _TEXT_ONLY},
+    ),
+    "other sizes": Expected(
+        "other sizes",
+        (MISMATCH, "padded intermediate size per rank", "is 256 in the folder, the engine wants"),
+    ),
+    "a damaged tensor": Expected(
+        "damaged",
+        ("DataMismatch: ", "has the digest", "the manifest says"),
+        {"engine_args": {"model_loader_extra_config": {"check_digests": True}}},
+    ),
+    "a file cut short": Expected("cut", ("DataMismatch: ", "model-rank-0-part-0.safetensors")),
+    "a reader that is not installed": Expected(
+        "prepared",
+        ("AiterPrepError: ", "the package `fastsafetensors` is not installed"),
+        {"engine_args": {"model_loader_extra_config": {"reader": "fastsafetensors"}}},
+    ),
+    "a second load into a running engine": Expected(
+        "prepared", (MISMATCH, "cannot be loaded again", "start the engine again"), {"again": True}
+    ),
     "a folder without its manifest": Expected(
         "no manifest", (MISMATCH, "no local folder with `aiter_prep.json`")
     ),
     "a source": Expected("source", (MISMATCH, "is not a prepared folder", "aiter-prep convert")),
     "no plugin": Expected(
-        "prepared", ("aiter_prep",), {"variables": {"VLLM_PLUGINS": ""}}, load_format="auto"
+        "prepared",
+        ("Unknown quantization method: aiter_prep",),
+        {"variables": {"VLLM_PLUGINS": ""}},
+        load_format="auto",
     ),
 }
+
+
+def with_other_sizes(folder: Path) -> None:
+    """Makes the config say another size than the tensors have."""
+    config = json.loads((folder / "config.json").read_text())
+    config["moe_intermediate_size"] //= 2
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def with_a_flipped_bit(folder: Path) -> None:
+    """Changes the last byte of the first rank's experts."""
+    shard = folder / "model-rank-0-part-0.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def cut_short(folder: Path) -> None:
+    """Takes the last byte off the first rank's experts."""
+    shard = folder / "model-rank-0-part-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+CHANGES = {"other sizes": with_other_sizes, "damaged": with_a_flipped_bit, "cut": cut_short}
+"""Copies of the folder that was prepared well, and what was done to them."""
 
 Said = Callable[[str, str], str]
 
@@ -109,7 +177,14 @@ def folders(
         arguments = {"target": "vllm", "tp": 2, **options}
         execute(make_plan(open_checkpoint(source), **arguments), base / name)
     (base / "no manifest" / "aiter_prep.json").unlink()
-    return {"source": source, **{name: base / name for name in made}}
+    for name, change in CHANGES.items():
+        shutil.copytree(base / "prepared", base / name)
+        change(base / name)
+    arguments = {"target": "vllm", "tp": 2}
+    execute(
+        make_plan(open_checkpoint(checkpoint("deepseek_v41")), **arguments), base / "deepseek_v41"
+    )
+    return {"source": source, **{path.name: path for path in base.iterdir()}}
 
 
 @pytest.fixture(scope="module")
