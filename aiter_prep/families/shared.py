@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import NoRule
@@ -47,11 +48,15 @@ def fuse_shared_expert(
             )
         first = part.tensors[0]
         if part.fused or (shared.dtype, shared.shape) != (first.dtype, first.shape):
+            count = prod(shared.shape) / max(1, prod(first.shape))
+            several = (
+                "" if count <= 1 or count % 1 else f", {count:.0f} shared experts in one tensor"
+            )
             raise _refusal(
                 block,
                 f"differs from its shared expert: `{printable(first.name)}` is {first.dtype} "
                 f"{list(first.shape)}, `{printable(shared.name)}` is {shared.dtype} "
-                f"{list(shared.shape)}",
+                f"{list(shared.shape)}{several}",
             )
         parts[key] = replace(part, tensors=(*part.tensors, shared), shared=shared.name)
     used = frozenset(part.shared for part in parts.values() if part.shared is not None)
@@ -86,5 +91,5 @@ def _check_nothing_left(
 def _refusal(block: ExpertBlock, what: str) -> NoRule:
     return NoRule(
         f"--fuse-shared-experts: `{printable(block.experts)}` {what}",
-        "leave --fuse-shared-experts away: engines keep this shared expert apart",
+        "leave --fuse-shared-experts away, and let the engine keep this shared expert apart",
     )
