@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from aiter_prep.errors import NoRule
 from aiter_prep.storage.digest import Digest
+from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import Written
 
 if TYPE_CHECKING:
@@ -166,21 +168,30 @@ class ScalarWriter:
         """Look at the values of some experts."""
         for index, step in enumerate(self.steps):
             for expert in held_experts(experts, step.experts):
-                row = experts.index(expert)
-                for source in self._counted(expert):
-                    value = _values(source, matrices[source.pattern][row : row + 1]).max()
-                    self._largest[index] = np.maximum(self._largest[index], value)
+                row = slice(experts.index(expert), experts.index(expert) + 1)
+                values = [_values(s, matrices[s.pattern][row])[0] for s in self.stack.sources]
+                self._largest[index] = max(self._largest[index], *self._counted(expert, values))
 
-    def _counted(self, expert: int) -> Sequence[Source]:
-        """Return the sources of an expert that count: all, or the last in the order of loading.
+    def _counted(self, expert: int, values: Sequence[np.float32]) -> Sequence[np.float32]:
+        """Return those of an expert's values that count.
 
-        Engines read shard by shard, and the tensors of a shard by name.
+        Raises:
+            NoRule: Gate's and up's differ, and must not.
         """
-        sources = self.stack.sources
-        if self.stack.form.among_parts == "largest":
-            return sources
-        loaded = [(source.place_of(expert)[0], source) for source in sources]
-        return [max(loaded, key=lambda item: (item[0].file, item[0].name))[1]]
+        tensors = [source.place_of(expert)[0] for source in self.stack.sources]
+        if self.stack.form.among_parts == "last":  # engines read shard by shard, and by name there
+            read = range(len(values))
+            return [values[max(read, key=lambda i: (tensors[i].file, tensors[i].name))]]
+        if self.stack.form.among_parts == "equal" and any(v != values[0] for v in values):
+            held = [
+                f"`{printable(tensor.name)}` is {float(value)!r}"
+                for tensor, value in zip(tensors, values, strict=True)
+            ]
+            raise NoRule(
+                f"{', '.join(held)}: the engine stops where these differ",
+                "write one value into both, the larger, or take --target aiter, which uses it",
+            )
+        return values
 
     def complete(self) -> None:
         """Write the values."""

@@ -63,7 +63,7 @@ class Form:
             `row_blocks` (32 rows in one), `rows` (one vector per expert), `values` (one per
             expert), `scalar` (one for all).
         among_parts: What a scalar takes of gate and up before the largest of all experts: the
-            `largest`, or the `last` of those that an engine loads.
+            `largest`; the `last` of those that an engine reads; what both must have, `equal`.
         merges: Name of a merge for w13 and for w2, or "".
         packing: Name of a packing, or "".
         name: What the tensor is called after `w13_`; as the source spells the role by default.

@@ -87,11 +87,18 @@ def _fp8(chip: str) -> tuple[WeightPath, ...]:
         WeightPath(
             scheme="fp8_channel", forms=forms, when=when(chip=chip, moe_backend=AITER_BACKEND)
         ),
-        WeightPath(
-            scheme="fp8_tensor",
-            # routed_experts.py: gate and up write into one place, so the later one stays
-            forms=fp8_tensor_forms(chip, among_parts="last"),
-            when=when(chip=chip, moe_backend=AITER_BACKEND),
+        # routed_experts.py: input scales of gate and up have one place, so the later one stays, but
+        # compressed-tensors stops where they differ
+        *(
+            WeightPath(
+                scheme="fp8_tensor",
+                forms=fp8_tensor_forms(chip, among_parts=among_parts),
+                when=when(chip=chip, moe_backend=AITER_BACKEND, method=method),
+            )
+            for method, among_parts in (
+                (frozenset({"fp8", "modelopt", "quark"}), "last"),
+                ("compressed-tensors", "equal"),
+            )
         ),
     )
 

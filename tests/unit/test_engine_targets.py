@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,6 +165,48 @@ def test_atom_refuses_static_inputs_that_its_reading_of_the_config_does_not_see(
     )
     with pytest.raises(NoRule, match=r"no rule for .*input_scale"):
         planned(tmp_path, static, "atom")
+
+
+def differing(quantization: Mapping[str, Any]) -> Family:
+    """Return a checkpoint with static input scales, which differ between gate and up."""
+    return Family(
+        model("qwen3_moe"), (Experts(EXPERTS, "fp8_tensor_static"),), quantization=quantization
+    )
+
+
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+CT_STATIC = json.loads(json.dumps(CT_TENSOR))
+CT_STATIC["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+
+
+def test_vllm_stops_where_input_scales_of_compressed_tensors_differ(tmp_path: Path) -> None:
+    plan = planned(tmp_path, differing(CT_STATIC), "vllm")
+    source = read_safetensors(tmp_path / "source" / "model.safetensors")
+    with pytest.raises(NoRule, match="the engine stops") as caught:
+        execute(plan, tmp_path / "out")
+    for projection in ("gate_proj", "up_proj"):
+        name = f"{EXPERTS}.0.{projection}.input_scale"
+        value = np.frombuffer(source[name].data, "<f4")[0]
+        assert f"`{name}` is {float(value)!r}" in caught.value.message
+    assert "--target aiter" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("target", "counted"),
+    [("aiter", ("gate_proj", "up_proj")), ("vllm", ("up_proj",)), ("sglang", ("up_proj",))],
+)
+def test_engines_keep_the_input_scale_that_they_read_last_and_aiter_the_larger(
+    tmp_path: Path, target: str, counted: tuple[str, ...]
+) -> None:
+    execute(planned(tmp_path, differing(STATIC), target), tmp_path / "out")
+    source = read_safetensors(tmp_path / "source" / "model.safetensors")
+    values = {
+        float(np.frombuffer(tensor.data, "<f4")[0])
+        for name, tensor in source.items()
+        if name.endswith(tuple(f"{projection}.input_scale" for projection in counted))
+    }
+    stored = tensors_of_rank(tmp_path / "out", 0)[f"{EXPERTS}.w13_input_scale"]
+    assert np.frombuffer(stored.data, "<f4").tolist() == [max(values)]
 
 
 def test_every_refusal_says_why_in_words() -> None:
