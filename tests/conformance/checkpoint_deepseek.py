@@ -202,16 +202,12 @@ def _deepseek_v3_layer(
     yield f"{block}.gate.weight", values.bf16(sizes.experts, hidden)
     yield f"{block}.gate.e_score_correction_bias", values.f32(sizes.experts)
     yield from experts(values, linear, f"{block}.experts", sizes, LLAMA_NAMES)
-    shared = (hidden, sizes.intermediate * _SHARED)
+    shared = (hidden, sizes.intermediate * sizes.shared)
     yield from mlp(values, linear, f"{block}.shared_experts", shared, LLAMA_NAMES)
 
 
-_SHARED = 2
-"""DeepSeek-V3's shared experts, side by side in one MLP."""
-
-
 def deepseek_v3(values: Values, scheme: Scheme, sizes: Sizes) -> Model:
-    """DeepSeek-V3: layer 0 dense, then experts with two shared ones."""
+    """DeepSeek-V3: layer 0 dense, then experts with shared ones."""
     tensors = dict(top(values, sizes.hidden))
     for layer in range(sizes.layers):
         path = f"model.layers.{layer}"
@@ -230,7 +226,7 @@ def deepseek_v3(values: Values, scheme: Scheme, sizes: Sizes) -> Model:
         "moe_layer_freq": 1,
         "n_group": 2,
         "n_routed_experts": sizes.experts,
-        "n_shared_experts": _SHARED,
+        "n_shared_experts": sizes.shared,
         "norm_topk_prob": True,
         "num_attention_heads": _HEADS,
         "num_experts_per_tok": 2,

@@ -20,6 +20,7 @@ class Sizes:
     intermediate: int = 512
     experts: int = 4
     layers: int = 2
+    shared: int = 1  # DeepSeek-V3's shared experts, side by side in one MLP
 
 
 Model = tuple[dict[str, RawTensor], dict[str, Any]]

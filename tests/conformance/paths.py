@@ -31,6 +31,7 @@ class ConformancePath:
         convert: what the product is told to choose the same path.
         refused: whether the product refuses the checkpoint for this target, on purpose.
         expert_parallel: whether ranks share experts instead of columns.
+        backend: the backend that the engine must choose, where it is not the scheme's usual one.
     """
 
     build: Build
@@ -43,12 +44,14 @@ class ConformancePath:
     convert: tuple[str, ...] = ()
     refused: bool = False
     expert_parallel: bool = False
+    backend: str = ""
 
     @property
     def chosen(self) -> str:
         """The method and the backend that the engine must choose."""
         own = f"{self.build.__name__} {self.scheme}"
-        return _CHOSEN.get(own, _CHOSEN[self.scheme])
+        method, usual = _CHOSEN.get(own, _CHOSEN[self.scheme]).split()
+        return f"{method} {self.backend or usual}"
 
 
 _AITER = {"moe_backend": "aiter"}
@@ -135,14 +138,39 @@ PATHS: dict[str, ConformancePath] = {
         engine_args=_AITER,
         convert=("--moe-backend", "aiter"),
     ),
+    "fp8_block_padded_gfx1250": _qwen(
+        "fp8_block",
+        sizes=_SMALL,
+        tps=(2,),
+        gfx="gfx1250",
+        engine_args=_AITER,
+        convert=("--moe-backend", "aiter"),
+    ),
     "fp8_block_ep": _qwen("fp8_block", sizes=_SIX, tps=(2, 4), expert_parallel=True),
     "quark_fp8_block": _qwen("quark_fp8_block"),
     "ct_fp8_block": _qwen("ct_fp8_block"),
+    **{
+        f"{scheme}_aiter{suffix}": _qwen(
+            scheme,
+            tps=(2,),
+            gfx=gfx,
+            engine_args=_AITER,
+            convert=("--moe-backend", "aiter"),
+        )
+        for scheme, suffix, gfx in (
+            ("quark_fp8_block", "", "gfx950"),
+            ("ct_fp8_block", "_gfx942", "gfx942"),
+            ("ct_fp8_block", "_gfx1250", "gfx1250"),
+        )
+    },
     "deepseek_v4_fp8": ConformancePath(deepseek_v4, "deepseek_v4_fp8"),
     "deepseek_v3_fp8": ConformancePath(deepseek_v3, "fp8_block"),
     # shared experts appended to the routed ones
     "deepseek_v3_fp8_fused": _fused(deepseek_v3, "fp8_block", (1, 2, 4)),
     "deepseek_v3_bf16_fused": _fused(deepseek_v3, "bf16", (2,), sizes=_NARROW),
+    "deepseek_v3_fp8_two_fused": _fused(
+        deepseek_v3, "fp8_block", (2,), sizes=Sizes(shared=2), refused=True
+    ),
     "minimax_m3_mxfp8_fused": _fused(minimax_m3, "mxfp8", (1, 2)),
     # FP8 with one scale a tensor
     "fp8_tensor": _qwen("fp8_tensor"),
@@ -153,6 +181,8 @@ PATHS: dict[str, ConformancePath] = {
     "modelopt_fp8_gfx942": _qwen("modelopt_fp8", gfx="gfx942", refused=True),
     "quark_fp8_tensor": _qwen("quark_fp8_tensor"),
     "ct_fp8_tensor_static": _qwen("ct_fp8_tensor_static"),
+    "ct_fp8_tensor_static_gfx942": _qwen("ct_fp8_tensor_static", tps=(2,), gfx="gfx942"),
+    "ct_fp8_tensor_static_gfx1250": _qwen("ct_fp8_tensor_static", tps=(2,), gfx="gfx1250"),
     # FP8 with one scale a row
     "quark_ptpc_fp8": _qwen("quark_ptpc_fp8"),
     "quark_ptpc_fp8_gfx942": _qwen("quark_ptpc_fp8", gfx="gfx942"),
@@ -234,6 +264,13 @@ PATHS: dict[str, ConformancePath] = {
     "gpt_oss": ConformancePath(gpt_oss, "mxfp4"),
     "gpt_oss_i288": ConformancePath(gpt_oss, "mxfp4", sizes=Sizes(hidden=288, intermediate=288)),
     "gpt_oss_ep": ConformancePath(gpt_oss, "mxfp4", tps=(2,), expert_parallel=True),
+    "gpt_oss_w4a4": ConformancePath(
+        gpt_oss,
+        "mxfp4",
+        engine_args={"quantization_config": {"moe": {"activation": "mxfp4"}}},
+        convert=("--activation-dtype", "fp4"),
+        backend="Mxfp4MoeBackend.AITER_MXFP4_MXFP4",
+    ),
     "gpt_oss_quark_w4a4": ConformancePath(gpt_oss, "quark_mxfp4"),
     "gpt_oss_quark_w4a16": ConformancePath(gpt_oss, "quark_mxfp4_weight_only"),
     # MXFP4, Quark, compressed-tensors
@@ -251,6 +288,7 @@ PATHS: dict[str, ConformancePath] = {
     ),
     # a chip whose FP4 experts stay with Triton
     "bf16_gfx1250": _qwen("bf16", sizes=_NARROW, gfx="gfx1250"),
+    "fp8_tensor_gfx1250": _qwen("fp8_tensor", tps=(2,), gfx="gfx1250"),
     "fp8_block_gfx1250": _qwen("fp8_block", gfx="gfx1250"),
     "quark_ptpc_fp8_gfx1250": _qwen("quark_ptpc_fp8", gfx="gfx1250"),
     "ct_mxfp8_gfx1250": _qwen("ct_mxfp8", gfx="gfx1250"),

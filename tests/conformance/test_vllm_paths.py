@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 from aiter_prep.cli import main
+from aiter_prep.plan import make_plan
+from aiter_prep.storage.checkpoint import open_checkpoint
+from aiter_prep.targets.table import target_named
 from conformance.checkpoint_values import RawTensor
 from conformance.compare import compare
 from conformance.dump_format import dump_path, read_dump
@@ -76,6 +80,31 @@ def test_a_prepared_folder_holds_what_vllm_holds(
     assert not result.differences, str(result)
 
 
+@pytest.mark.vllm
+def test_every_path_of_the_targets_table_is_compared(checkpoint: Callable[[str], Path]) -> None:
+    taken: list[object] = []
+    for name, path in PATHS.items():
+        if path.refused or path.convert == ("--fuse-shared-experts",):
+            continue
+        words = dict(zip(path.convert[::2], path.convert[1::2], strict=True))
+        options = {flag[2:].replace("-", "_"): value for flag, value in words.items()}
+        source = open_checkpoint(checkpoint(name))
+        tp = 1 if path.expert_parallel else path.tps[0]
+        plan = make_plan(source, tp=tp, target=TARGET, gfx=path.gfx, options=options)
+        taken += [block.path for block in plan.blocks]
+    missed = [p for p in target_named(TARGET).paths if not any(p is held for held in taken)]
+    assert [(p.scheme, dict(p.when)) for p in missed] == []
+
+
+def test_the_documents_name_every_path_that_is_compared() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "targets.md").read_text("utf-8")
+    _, _, listed = text.partition("### What was compared with vLLM's own code")
+    listed, _, _ = listed.partition("### How the comparison runs")
+    named = set(re.findall(r"`([a-z0-9_]+)`", listed))
+    assert named == {name for name, path in PATHS.items() if not path.refused}
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_rule_covers_is_refused(
     name: str, checkpoint: Callable[[str], Path], tmp_path: Path
