@@ -340,7 +340,8 @@ TARGET = Target(
         ),
         Refusal(
             "mxfp4",
-            "vLLM emulates compressed-tensors MXFP4 whose inputs are not FP8, but for Kimi-K3",
+            "vLLM repacks compressed-tensors MXFP4 for Marlin unless its inputs are FP8 or it is "
+            "Kimi-K3's",
             when(method="compressed-tensors"),
             otherwise=True,
         ),

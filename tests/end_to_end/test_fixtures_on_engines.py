@@ -17,7 +17,7 @@ from support import FIXTURES, fixture
 
 ENGINES = ("vllm", "sglang", "atom")
 REFUSED = {
-    ("qwen3_moe-ct-mxfp4", "vllm"): "emulates",
+    ("qwen3_moe-ct-mxfp4", "vllm"): "Marlin",
     ("qwen3_moe-ct-mxfp4", "sglang"): "no kernel",
     ("qwen3_moe-ct-mxfp4", "atom"): "Kimi-K3 only",
     ("qwen3_moe-modelopt-fp8", "sglang"): "SGLang runs these",
