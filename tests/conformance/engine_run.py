@@ -78,10 +78,13 @@ def dump_folder(dumps: Path, name: str, tp: int) -> Path:
 
 _DONE = "done"
 _HERE = Path(__file__).parent
-_ALL = ("dump_format.py", "fake_*.py")
+_ALL = ("dump_format.py", "fake_*.py", "forks.py")
 _MAKERS = {
     "vllm": (_HERE, (*_ALL, "checkpoint_*.py", "engine_*.py", "make_*.py", "paths.py")),
-    "layers": (_HERE, (*_ALL, "*_dump.py", "engine_*.py", "layer_run.py", "moe_layer.py")),
+    "layers": (
+        _HERE,
+        (*_ALL, "*_dump.py", "engine_*.py", "layer_run.py", "moe_layer.py", "sglang_lookup.py"),
+    ),
     "families": (_TESTS, ("families_table.py", "tiny_families.py")),
 }
 

@@ -36,8 +36,19 @@ ABSENT: dict[str, set[str]] = {
 }
 """Paths whose source a version cannot load here."""
 
-NOT_CONVERTED = {"deepseek_v3_fp8_fused", "deepseek_v3_bf16_fused"}
-"""Paths with several shared experts in one tensor, which `convert` does not fuse."""
+ALIKE = {
+    "deepseek_v3_fp8_fused",  # as minimax_m3_mxfp8_fused
+    "deepseek_v3_bf16_fused",
+    "fp8_block_padded_gfx1250",  # as on gfx950
+    "fp8_tensor_gfx1250",
+    "ct_fp8_tensor_static_gfx942",
+    "ct_fp8_tensor_static_gfx1250",
+    "quark_fp8_block_aiter",  # as without --moe-backend
+    "ct_fp8_block_aiter_gfx942",
+    "ct_fp8_block_aiter_gfx1250",
+    "gpt_oss_w4a4",  # as gpt_oss_quark_w4a4
+}
+"""Paths that are compared with the engine's own loading, and not loaded: others load alike."""
 
 SINCE_33 = "are served from vLLM 0.33 on, this one is 0.32"
 REFUSED = {
@@ -72,7 +83,7 @@ PREPARED = [
     )
     for version, name in itertools.product(sorted(ENGINES), PATHS)
     for tp in ranks_of(name)
-    if not (PATHS[name].refused or name in NOT_CONVERTED | ABSENT.get(version, set()))
+    if not (PATHS[name].refused or name in ALIKE | ABSENT.get(version, set()))
 ]
 CASES = [case for case in PREPARED if case.values[:2] not in REFUSED]
 REFUSED_CASES = [case for case in PREPARED if case.values[:2] in REFUSED]
