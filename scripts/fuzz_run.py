@@ -1,4 +1,4 @@
-"""Fuzzes one reader for a number of executions: with atheris where it is, else by mutation."""
+"""Fuzzes one reader for a number of executions: by atheris, by hypothesis, or by mutation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--engine", choices=("atheris", "mutation"), required=True)
+    parser.add_argument("--engine", choices=("atheris", "hypothesis", "mutation"), required=True)
     options = parser.parse_args()
     options.corpus.mkdir(parents=True, exist_ok=True)
-    return _atheris(options) if options.engine == "atheris" else _mutation(options)
+    engines = {"atheris": _atheris, "hypothesis": _hypothesis, "mutation": _mutation}
+    return engines[options.engine](options)
 
 
 def _manifests() -> list[bytes]:
@@ -78,8 +79,47 @@ def _mutation(options: argparse.Namespace) -> int:
             return _found(options, data, f"{_peak_mb() - before} MB", None)
     seconds = time.monotonic() - begin
     sys.stdout.write(
-        f"{options.target}: {options.runs} executions in {seconds:.0f} s, nothing found; slowest "
-        f"{slowest * 1000:.0f} ms, memory +{_peak_mb() - before} MB\n"
+        f"{options.target}: {options.runs} executions by mutation in {seconds:.0f} s, nothing "
+        f"found; slowest {slowest * 1000:.0f} ms, memory +{_peak_mb() - before} MB\n"
+    )
+    return 0
+
+
+def _hypothesis(options: argparse.Namespace) -> int:
+    from hypothesis import HealthCheck, given, seed, settings
+
+    import fuzzing
+
+    target = fuzzing.TARGETS[options.target]
+    manifests = _manifests() if options.target == "manifest" else ()
+    before = _peak_mb()
+    begin = time.monotonic()
+    executions = 0
+    last = b""
+
+    @seed(options.seed)
+    @settings(
+        max_examples=options.runs,
+        deadline=MAX_SECONDS * 1000,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(fuzzing.documents(options.target, manifests))
+    def run(data: bytes) -> None:
+        nonlocal executions, last
+        executions, last = executions + 1, data
+        target(data)
+
+    try:
+        run()
+    except Exception as fault:  # noqa: BLE001 - any is a find
+        return _found(options, last, repr(fault), fault.__traceback__)
+    if _peak_mb() - before > MAX_MB:
+        return _found(options, last, f"{_peak_mb() - before} MB", None)
+    seconds = time.monotonic() - begin
+    sys.stdout.write(
+        f"{options.target}: {executions} executions by hypothesis in {seconds:.0f} s, nothing "
+        f"found; memory +{_peak_mb() - before} MB\n"
     )
     return 0
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
+
 from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, NoRule
 from aiter_prep.families.classify import classify, contradictions
 from aiter_prep.families.promises import promised_scheme
@@ -260,3 +262,41 @@ def _change(document: Any, rng: random.Random) -> None:
                 place[key] = copy.deepcopy(rng.choice(_WORDS))
             return
         place = place[key]
+
+
+# --- lies, by hypothesis ------------------------------------------------------------------------
+
+
+def documents(target: str, manifests: Iterable[bytes] = ()) -> st.SearchStrategy[bytes]:
+    """Return JSON made of the keys and values of honest inputs, in any order and nesting."""
+    keys: set[str] = set()
+    values: list[Any] = [word for word in _WORDS if not isinstance(word, (dict, list))]
+    for data in seeds(target, manifests):
+        _collect(json.loads(data[8:].rstrip(b"\0") if target == "header" else data), keys, values)
+    leaves = st.sampled_from(values) | st.integers() | st.floats() | st.text(max_size=20)
+    names = st.sampled_from(sorted(keys)) | st.text(max_size=12)
+    tree = st.recursive(
+        leaves,
+        lambda item: st.lists(item, max_size=3) | st.dictionaries(names, item, max_size=5),
+        max_leaves=12,
+    )
+    texts = st.dictionaries(names, tree, max_size=5).map(json.dumps)
+    if target == "header":
+        return st.builds(_as_shard, texts, st.integers(-3, 3), st.integers(0, 64))
+    return texts.map(str.encode)
+
+
+def _as_shard(text: str, off: int, size: int) -> bytes:
+    return struct.pack("<Q", max(0, len(text) + off)) + text.encode() + bytes(size)
+
+
+def _collect(document: Any, keys: set[str], values: list[Any]) -> None:
+    if isinstance(document, dict):
+        keys.update(document)
+        for item in document.values():
+            _collect(item, keys, values)
+    elif isinstance(document, list):
+        for item in document:
+            _collect(item, keys, values)
+    else:
+        values.append(document)

@@ -172,7 +172,7 @@ class BlockBuilder:
         if expected and count not in expected:
             raise BadSource(
                 f"`{printable(self._experts)}` holds {count} experts, the config says "
-                f"{' or '.join(map(str, sorted(expected)))}"
+                f"{' or '.join(map(jsontext.shown, sorted(expected)))}"
             )
         return count
 
@@ -185,7 +185,7 @@ class BlockBuilder:
             first = next(expert for expert in range(wanted) if expert not in held)
             raise BadSource(
                 f"`{printable(self._experts)}` lacks expert {first} "
-                f"({missing} missing of {jsontext.shown(wanted)})",
+                f"({jsontext.shown(missing)} missing of {jsontext.shown(wanted)})",
                 "finish the download",
             )
         return count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# what filesystems say that cannot sync a folder
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EACCES}
+
+
 def sync_folder(folder: Path) -> None:
-    """Bring the names of a folder to the disk."""
+    """Bring the names of a folder to the disk, where its filesystem can.
+
+    Raises:
+        OSError: The disk fails.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # some filesystems cannot sync a folder
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError as fault:
+        if fault.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

@@ -46,6 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ["convert", "SOURCE", "NEW", "--gfx", "gfx950", "--tp", "1", "--dry-run"],
         ["verify", "OUT"],
         ["verify", "OUT", "--source", "SOURCE"],
+        ["verify", "OUT", "--sha256sums", "NEW"],
         ["restore", "OUT", "NEW"],
         ["layouts"],
     ],

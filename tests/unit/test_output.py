@@ -845,6 +845,27 @@ def test_a_disk_that_fails_gets_its_space_back_and_no_descriptor_stays_open(
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
+@pytest.mark.parametrize(("code", "is_fatal"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_folder_may_be_of_a_kind_that_cannot_be_synced_but_not_fail_to_be(
+    code: int, is_fatal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, real = tiny.write(tmp_path / "source"), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if is_fatal:
+        with pytest.raises(AiterPrepError, match="Input/output error"):
+            prepare(source, tmp_path / "out", 2)
+        assert not (tmp_path / "out" / MANIFEST).exists()
+    else:
+        prepare(source, tmp_path / "out", 2)
+        assert problems_of(tmp_path / "out", source) == ()
+
+
 def test_a_source_that_cannot_be_read_ends_the_run_as_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
