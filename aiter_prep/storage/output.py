@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aiter_prep.errors import AiterPrepError, OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.digest import digest_of
-from aiter_prep.storage.durable import create_anew, sync_folder, write_whole
+from aiter_prep.storage.durable import create_anew, start_writing_back, sync_folder, write_whole
 from aiter_prep.storage.folder import (
     JOURNAL_FILE,
     LOCK_FILE,
@@ -73,10 +73,11 @@ class ShardFile:
 
     def write(self, start: int, data: Bytes) -> None:
         """Write all bytes at an offset of the file."""
-        view = memoryview(data).cast("B")
+        view, place = memoryview(data).cast("B"), start
         while len(view):
-            count = os.pwrite(self._descriptor, view, start)
-            view, start = view[count:], start + count
+            count = os.pwrite(self._descriptor, view, place)
+            view, place = view[count:], place + count
+        start_writing_back(self._descriptor, start, place - start)
 
     def sync(self) -> None:
         """Bring the bytes to the disk."""
