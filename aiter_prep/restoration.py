@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, InvalidUsage, OutputNotEmpty
+from aiter_prep.errors import (
+    AiterPrepError,
+    BadSource,
+    DataMismatch,
+    Interrupted,
+    InvalidUsage,
+    OutputNotEmpty,
+)
 from aiter_prep.execution import Progress
 from aiter_prep.families.blocks import natural_key
 from aiter_prep.manifest import read_manifest
@@ -25,6 +34,7 @@ from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import ShardFile
 from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.storage.shard import ShardLayout, lay_out_shard
+from aiter_prep.storage.threads import chosen_workers, spread
 from aiter_prep.undo import (
     BadPadding,
     SourceTensor,
@@ -40,7 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from aiter_prep.manifest import Manifest, TensorRecord
-    from aiter_prep.storage.buffers import ByteArray
+    from aiter_prep.storage.buffers import Bytes
+    from aiter_prep.undo import StackRecord
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 
@@ -69,6 +80,7 @@ def restore(
     out: str | Path,
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    workers: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Restored:
     """Write a Hugging Face checkpoint that holds what the source of a prepared folder held.
@@ -81,15 +93,18 @@ def restore(
         folder: The prepared folder, with all ranks.
         out: The folder to write; it must not exist, or be empty.
         max_shard_bytes: Limit for the data of a shard.
+        workers: Threads; one per usable core by default.
         progress: Called now and then.
 
     Raises:
+        InvalidUsage: There are too many workers.
         DataMismatch: The folder is damaged.
         NoRule: The folder holds some ranks only.
         OutputNotEmpty: `out` holds something.
         AiterPrepError: The disk is full or fails.
     """
     folder, out = Path(folder), Path(out)
+    threads = chosen_workers(workers)
     manifest = read_manifest(folder)
     require_all_ranks(manifest, "restore")
     require_lossless(manifest)
@@ -97,7 +112,9 @@ def restore(
     work = out.resolve().with_name(f".{out.resolve().name}.restore.partial")
     try:
         with _work_folder(work):
-            result = _Restoration(folder, manifest, work, max_shard_bytes, progress).run(out)
+            result = _Restoration(folder, manifest, work, max_shard_bytes, threads, progress).run(
+                out
+            )
             (work / LOCK_FILE).unlink()
             sync_folder(work)
             work.replace(out.resolve())  # a link to an empty folder is one, too
@@ -147,12 +164,16 @@ class _Restoration:
         manifest: Manifest,
         work: Path,
         max_shard_bytes: int,
+        workers: int,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._work = work
+        self._workers = workers
         self._progress = progress
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
         self._done = 0
         self._tensors = accounted(manifest)
         self._total = sum(tensor.total_bytes for tensor in self._tensors.values())
@@ -167,9 +188,11 @@ class _Restoration:
                 self._files[layout.file] = ShardFile(self._work, layout)
             with FolderReader(self._folder) as reader:
                 undoer = Undoer(self._folder, self._manifest, reader)
-                self._restore_experts(undoer)
-                for record in common_records(self._manifest):
-                    self._copy(undoer, record, reader)
+                stacks, common = stacks_of(self._manifest), common_records(self._manifest)
+                jobs = [partial(self._restore_stack, undoer, stack) for stack in stacks]
+                jobs += [partial(self._copy, undoer, record, reader) for record in common]
+                for _ in spread(lambda job: job(), jobs, self._workers, self._stop):
+                    pass
             self._check_whole()
             for file in self._files.values():
                 file.finish(self._work)
@@ -181,16 +204,15 @@ class _Restoration:
             out, len(self._tensors), len(self._layouts), self._total, tuple(self._notes())
         )
 
-    def _restore_experts(self, undoer: Undoer) -> None:
-        for stack in stacks_of(self._manifest):
-            for found in undoer.undo(stack):
-                if isinstance(found, BadPadding):
-                    raise DataMismatch(
-                        f"the padding of `{printable(found.record.name)}` of rank "
-                        f"{found.record.rank} is not as it was written",
-                        "`aiter-prep verify` lists all that is damaged",
-                    )
-                self._write(found.tensor.name, found.offset, found.matrix)
+    def _restore_stack(self, undoer: Undoer, stack: StackRecord) -> None:
+        for found in undoer.undo(stack):
+            if isinstance(found, BadPadding):
+                raise DataMismatch(
+                    f"the padding of `{printable(found.record.name)}` of rank "
+                    f"{found.record.rank} is not as it was written",
+                    "`aiter-prep verify` lists all that is damaged",
+                )
+            self._write(found.tensor.name, found.offset, found.matrix)
 
     def _copy(self, undoer: Undoer, record: TensorRecord, reader: FolderReader) -> None:
         info = undoer.info(record)
@@ -204,15 +226,19 @@ class _Restoration:
                 "`aiter-prep verify` lists all that is damaged",
             )
 
-    def _write(self, name: str, offset: int, data: ByteArray) -> None:
+    def _write(self, name: str, offset: int, data: Bytes) -> None:
         layout = self._place[name]
-        self._files[layout.file].write(layout.slots[name].start + offset, data)
-        if offset in self._written[name]:
-            raise DataMismatch(f"the manifest has byte {offset} of `{printable(name)}` twice")
-        self._written[name][offset] = data.nbytes
-        self._done += data.nbytes
-        if self._progress is not None:
-            self._progress(Progress(self._done, self._total))
+        if self._stop.is_set():
+            raise Interrupted("stopped")
+        view = memoryview(data).cast("B")
+        self._files[layout.file].write(layout.slots[name].start + offset, view)
+        with self._lock:
+            if offset in self._written[name]:
+                raise DataMismatch(f"the manifest has byte {offset} of `{printable(name)}` twice")
+            self._written[name][offset] = view.nbytes
+            self._done += view.nbytes
+            if self._progress is not None:
+                self._progress(Progress(self._done, self._total))
 
     def _check_whole(self) -> None:
         """Check that no byte of a tensor was left a hole, which would read as zeros.

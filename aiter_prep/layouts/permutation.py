@@ -108,7 +108,10 @@ class Layout:
         Raises:
             NoRule: The rows or the columns do not fill whole tiles.
         """
-        return self.logical_view(stored).reshape(stored.shape)
+        logical = self.logical_view(stored)
+        matrix = np.empty(logical.shape, np.uint8)
+        _copy(matrix, logical)
+        return matrix.reshape(stored.shape)
 
     def logical_view(self, stored: ByteArray) -> ByteArray:
         """Return stored bytes seen by their logical digits, without a copy.

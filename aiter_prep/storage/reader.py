@@ -8,8 +8,6 @@ from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from aiter_prep.errors import BadSource
 from aiter_prep.storage.jsontext import printable
 
@@ -20,10 +18,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from aiter_prep.storage.buffers import ByteArray
+    from aiter_prep.storage.buffers import Writable
     from aiter_prep.storage.header import TensorInfo
 
-CHUNK_BYTES = 8 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024  # the bytes are still in the cache when they are looked at
 MAX_OPEN_FILES = 64
 MAX_VECTORS = 512  # the kernel takes at most IOV_MAX, 1024
 
@@ -52,7 +50,7 @@ class FolderReader:
     ) -> None:
         self.close()
 
-    def read_into(self, file: str, start: int, buffer: ByteArray) -> None:
+    def read_into(self, file: str, start: int, buffer: Writable) -> None:
         """Fill a C-contiguous buffer with the bytes of a file from `start` on.
 
         Raises:
@@ -60,7 +58,7 @@ class FolderReader:
         """
         self.read_all([(file, start, buffer)])
 
-    def read_all(self, ranges: Sequence[tuple[str, int, ByteArray]]) -> None:
+    def read_all(self, ranges: Sequence[tuple[str, int, Writable]]) -> None:
         """Fill many C-contiguous buffers, each from a file and an offset.
 
         Ranges that follow each other in a file are read by one call.
@@ -125,8 +123,8 @@ class FolderReader:
 
 
 def chunks(
-    info: TensorInfo, reader: FolderReader, buffer: ByteArray | None = None
-) -> Iterator[tuple[int, ByteArray]]:
+    info: TensorInfo, reader: FolderReader, buffer: Writable | None = None
+) -> Iterator[tuple[int, memoryview]]:
     """Yield the bytes of a tensor, a chunk at a time, each with its offset in the tensor.
 
     A chunk is valid until the next one is asked for.
@@ -140,15 +138,16 @@ def chunks(
         BadSource: The file cannot be read, or ends too early.
     """
     if buffer is None:
-        buffer = np.empty(min(CHUNK_BYTES, info.total_bytes), np.uint8)
-    for offset in range(0, info.total_bytes, max(1, len(buffer))):
-        data = buffer[: info.total_bytes - offset]
+        buffer = bytearray(min(CHUNK_BYTES, info.total_bytes))
+    view = memoryview(buffer).cast("B")
+    for offset in range(0, info.total_bytes, max(1, len(view))):
+        data = view[: info.total_bytes - offset]
         reader.read_into(info.file, info.start + offset, data)
         yield offset, data
 
 
 def _runs(
-    ranges: Sequence[tuple[str, int, ByteArray]],
+    ranges: Sequence[tuple[str, int, Writable]],
 ) -> Iterator[tuple[str, int, list[memoryview]]]:
     """Join sorted ranges that follow each other in one file."""
     run: list[memoryview] = []

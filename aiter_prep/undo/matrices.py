@@ -234,10 +234,11 @@ def _part(
     """Return the source bytes of one slice of a stored matrix; `lost` are row and column."""
     conversion = _conversion(item)
     rows, width = len(range(*item.rows)), _stored_width(item)
-    part = logical[item.to_row : item.to_row + rows, :width].copy()
+    part = logical[item.to_row : item.to_row + rows, :width]
     if conversion is not None:
-        part = conversion.inverse(part)
+        part = conversion.inverse(np.ascontiguousarray(part))
     if record.lost is not None:
+        part = part.copy()
         places = lost - np.array([item.to_row, 0])
         inside = (places[:, 0] >= 0) & (places[:, 0] < rows) & (places[:, 1] < width)
         part[tuple(places[inside].T)] = record.lost.source

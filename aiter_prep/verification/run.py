@@ -10,6 +10,7 @@ from aiter_prep.manifest import read_manifest
 from aiter_prep.storage.guards import finish_hint
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
+from aiter_prep.storage.threads import chosen_workers
 from aiter_prep.verification.findings import Findings
 from aiter_prep.verification.source import SourceCheck
 from aiter_prep.verification.stored import StoredCheck
@@ -28,6 +29,7 @@ def verify(
     source: Checkpoint | None = None,
     quick: bool = False,
     sha256: bool = False,
+    workers: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Check a prepared folder.
@@ -37,6 +39,7 @@ def verify(
         source: Also undo every layout and compare with this checkpoint, byte by byte.
         quick: Read headers and sizes only.
         sha256: Also compute the SHA-256 of every file, from what is read anyway.
+        workers: Threads; one per usable core by default.
         progress: Called now and then.
 
     Returns:
@@ -44,7 +47,7 @@ def verify(
 
     Raises:
         DataMismatch: There is no manifest that could be checked against.
-        InvalidUsage: `quick` contradicts `source` and `sha256`.
+        InvalidUsage: `quick` contradicts `source` and `sha256`, or there are too many workers.
     """
     if quick and source is not None:
         raise InvalidUsage("--quick reads no tensor, so it cannot compare with a --source")
@@ -59,7 +62,7 @@ def verify(
     manifest = read_manifest(folder)
     total = sum(shard.size for shard in manifest.shards)
     total += 0 if source is None else source.total_bytes
-    findings = Findings(folder, manifest, total, progress)
+    findings = Findings(folder, manifest, total, chosen_workers(workers), progress)
     stored = StoredCheck(findings, with_sha256=sha256)
     stored.names()
     stored.shards(quick=quick)

@@ -18,8 +18,8 @@ from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, MAX_JSON_BYTES
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import MAX_SMALL_FILE_BYTES, small_files
-from aiter_prep.storage.reader import FolderReader, chunks
-from aiter_prep.storage.scratch import Scratch
+from aiter_prep.storage.reader import CHUNK_BYTES, FolderReader, chunks
+from aiter_prep.storage.scratch import Scratch, equal_bytes
 from aiter_prep.undo import (
     BadPadding,
     DamagedTensor,
@@ -31,12 +31,16 @@ from aiter_prep.undo import (
     source_tensors,
     stacks_of,
 )
+from aiter_prep.verification.findings import problem_with
 from aiter_prep.verification.report import Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aiter_prep.manifest import Manifest, TensorRecord
     from aiter_prep.plan import Plan
     from aiter_prep.storage.checkpoint import Checkpoint
+    from aiter_prep.undo import StackRecord
     from aiter_prep.verification.findings import Findings
 
 
@@ -52,34 +56,33 @@ class SourceCheck:
         self._folder = findings.folder
         self._manifest: Manifest = findings.manifest
         self._compared: dict[str, int] = defaultdict(int)
+        self._lost = 0
+        self._lock = threading.Lock()
+        self._scratch = Scratch()
         self._is_ours = self._manifest.created_by["version"] == __version__
 
     def against(self, source: Checkpoint) -> None:
         """Undo every layout and compare with the source."""
         require_all_ranks(self._manifest, "--source")
         self._compare_names(source)
-        lost = 0
         with FolderReader(self._folder) as stored, FolderReader(source.folder) as reader:
             undoer = Undoer(self._folder, self._manifest, stored)
-            for stack in stacks_of(self._manifest):
-                record = stack.records[0]
-                try:
-                    for found in undoer.undo(stack):
-                        lost += self._compare(found, source, reader, record)
-                except DamagedTensor as fault:
-                    self._findings.add(fault.record.file, fault.message, fault.record)
-                except DataMismatch as fault:
-                    self._findings.add(record.file, fault.message, record)
-            for record in common_records(self._manifest):
-                self._compare_common(undoer, record, source, stored, reader)
+            self._findings.spread(
+                lambda stack: list(self._compare_stack(undoer, stack, source, reader)),
+                stacks_of(self._manifest),
+            )
+            self._findings.spread(
+                lambda record: list(self._compare_common(undoer, record, source, stored, reader)),
+                common_records(self._manifest),
+            )
         self._check_whole(source)
         plan = self._plan(source)
         self._compare_files(source, plan)
         if plan is not None and self._manifest.lossy:
             self._compare_lossy(plan)
-        if lost:
+        if self._lost:
             self._findings.notes.append(
-                f"{lost} negative zeros (FP8 byte 0x80) of the source are zeros on "
+                f"{self._lost} negative zeros (FP8 byte 0x80) of the source are zeros on "
                 f"{self._manifest.target.get('gfx')}"
             )
 
@@ -169,38 +172,47 @@ class SourceCheck:
             if ours != theirs:
                 self._findings.add(name, "differs from the source")
 
+    def _compare_stack(
+        self, undoer: Undoer, stack: StackRecord, source: Checkpoint, reader: FolderReader
+    ) -> Iterator[Problem]:
+        """Compare all experts of a stack with the source."""
+        record = stack.records[0]
+        try:
+            for found in undoer.undo(stack):
+                if isinstance(found, BadPadding):
+                    where = "its end" if found.expert is None else f"expert {found.expert}"
+                    what = f"{found.count} bytes of the padding of {where} are not as written"
+                    yield problem_with(found.record.file, what, found.record)
+                else:
+                    yield from self._compare(found, source, reader, record)
+        except DamagedTensor as fault:
+            yield problem_with(fault.record.file, fault.message, fault.record)
+        except DataMismatch as fault:
+            yield problem_with(record.file, fault.message, record)
+
     def _compare(
-        self,
-        found: Undone | BadPadding,
-        source: Checkpoint,
-        reader: FolderReader,
-        record: TensorRecord,
-    ) -> int:
-        """Compare one expert's matrix with the source; return how many bytes were lost."""
-        if isinstance(found, BadPadding):
-            where = "its end" if found.expert is None else f"expert {found.expert}"
-            what = f"{found.count} bytes of the padding of {where} are not as they were written"
-            self._findings.add(found.record.file, what, found.record)
-            return 0
+        self, found: Undone, source: Checkpoint, reader: FolderReader, record: TensorRecord
+    ) -> Iterator[Problem]:
+        """Compare one expert's matrix with the source."""
         info = source.tensors.get(found.tensor.name)
         if info is None:
-            return 0
+            return
         if (info.dtype, info.shape) != (found.tensor.dtype, found.tensor.shape):
-            self._findings.add(
-                record.file, f"`{info.name}` of the source is another tensor", record
-            )
-            return 0
-        self._compared[info.name] += found.matrix.nbytes
-        original = np.empty_like(found.matrix)
+            what = f"`{info.name}` of the source is another tensor"
+            yield problem_with(record.file, what, record)
+            return
+        original = self._scratch.take("original", found.matrix.shape)
         reader.read_into(info.file, info.start + found.offset, original)
         self._findings.advance(original.nbytes)
         normal = original if found.lossy is None else found.lossy.normal(original)
-        wrong = found.matrix != normal
-        if wrong.any():
-            for holder, count in found.holders_of(wrong):
+        lost = 0 if normal is original else int(np.count_nonzero(normal != original))
+        with self._lock:
+            self._compared[info.name] += found.matrix.nbytes
+            self._lost += lost
+        if not equal_bytes(found.matrix, normal):
+            for holder, count in found.holders_of(found.matrix != normal):
                 what = f"{count} bytes differ from `{info.name}` of the source"
-                self._findings.add(holder.file, what, holder)
-        return int(np.count_nonzero(normal != original)) if normal is not original else 0
+                yield problem_with(holder.file, what, holder)
 
     def _compare_common(
         self,
@@ -209,20 +221,22 @@ class SourceCheck:
         source: Checkpoint,
         stored: FolderReader,
         reader: FolderReader,
-    ) -> None:
+    ) -> Iterator[Problem]:
         info = source.tensors.get(record.name)
         if info is None:
             return
         try:
             held = undoer.info(record)
         except DataMismatch as fault:
-            self._findings.add(record.file, fault.message, record)
+            yield problem_with(record.file, fault.message, record)
             return
         if (info.dtype, info.shape) != (held.dtype, held.shape):
-            self._findings.add(record.file, "is another tensor in the source", record)
+            yield problem_with(record.file, "is another tensor in the source", record)
             return
-        for (_, ours), (_, theirs) in zip(chunks(held, stored), chunks(info, reader), strict=True):
-            self._findings.advance(theirs.nbytes)
-            if not np.array_equal(ours, theirs):
-                self._findings.add(record.file, "differs from the source", record)
+        ours, theirs = (self._scratch.take(name, (CHUNK_BYTES,)) for name in ("ours", "theirs"))
+        pairs = zip(chunks(held, stored, ours), chunks(info, reader, theirs), strict=True)
+        for (_, one), (_, other) in pairs:
+            self._findings.advance(other.nbytes)
+            if not np.array_equal(one, other):
+                yield problem_with(record.file, "differs from the source", record)
                 return

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from aiter_prep.errors import AiterPrepError, BadSource
 from aiter_prep.manifest import MAX_MANIFEST_BYTES
@@ -15,10 +14,12 @@ from aiter_prep.storage.digest import Digest, digest_of, tree_digest
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import HUB_FILES, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.header import read_header
-from aiter_prep.storage.reader import FolderReader, chunks
+from aiter_prep.storage.reader import CHUNK_BYTES, FolderReader, chunks
+from aiter_prep.verification.findings import problem_with
 from aiter_prep.verification.report import Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from aiter_prep.manifest import Manifest, ShardRecord, TensorRecord
@@ -40,6 +41,7 @@ class StoredCheck:
         self._manifest: Manifest = findings.manifest
         self._with_sha256 = with_sha256
         self.sha256: dict[str, str] = {}
+        self._buffers = _Buffers()
         self._stamps: dict[str, tuple[int, int, int] | None] = {}
 
     def names(self) -> None:
@@ -64,10 +66,22 @@ class StoredCheck:
                 self._findings.add(record.file, "is named by a tensor, but not as a shard", record)
             else:
                 in_shard[record.file][record.name] = record
-        with FolderReader(self._folder) as reader:
-            for shard in self._manifest.shards:
-                if os.path.lexists(self._folder / shard.file):  # a link to nowhere is damage, too
-                    self._shard(shard, in_shard[shard.file], reader, quick=quick)
+        there = [
+            (shard, in_shard[shard.file])
+            for shard in self._manifest.shards
+            if os.path.lexists(self._folder / shard.file)  # a link to nowhere is damage, too
+        ]
+        headers = [(self._header(*pair), pair[1]) for pair in there]
+        if not quick:
+            with FolderReader(self._folder) as reader:
+                # a SHA-256 takes the bytes of a file in order, so a thread takes a whole file
+                pieces = [
+                    (header, piece, records)
+                    for header, records in headers
+                    if header is not None
+                    for piece in ([header.tensors] if self._with_sha256 else _singles(header))
+                ]
+                self._findings.spread(lambda piece: self._data(reader, *piece), pieces)
 
     def files(self) -> None:
         """Check the files beside the shards."""
@@ -107,19 +121,13 @@ class StoredCheck:
         if self._with_sha256:
             self.sha256[name] = hashlib.sha256(data).hexdigest()
 
-    def _shard(
-        self,
-        shard: ShardRecord,
-        records: dict[str, TensorRecord],
-        reader: FolderReader,
-        *,
-        quick: bool,
-    ) -> None:
+    def _header(self, shard: ShardRecord, records: dict[str, TensorRecord]) -> Header | None:
+        """Check all of a shard but its data; return its header if it can be read."""
         try:
             header = read_header(self._folder / shard.file)
         except AiterPrepError as fault:
             self._findings.add(shard.file, fault.message)
-            return
+            return None
         if header.file_bytes != shard.size:
             self._findings.add(shard.file, f"has {header.file_bytes} bytes, not {shard.size}")
         if header.digest != shard.header_digest:
@@ -128,22 +136,30 @@ class StoredCheck:
         promised = [records[t.name].digest for t in header.tensors if t.name in records]
         if tree_digest(shard.header_digest, promised) != shard.digest:
             self._findings.add(shard.file, "the digests of its tensors do not add up to its own")
-        if not quick:
-            self._data(header, records, reader)
+        return header
 
-    def _data(self, header: Header, records: dict[str, TensorRecord], reader: FolderReader) -> None:
-        """Check the digest of every tensor of a shard, in the order in which they lie."""
+    def _data(
+        self,
+        reader: FolderReader,
+        header: Header,
+        infos: Sequence[TensorInfo],
+        records: dict[str, TensorRecord],
+    ) -> list[Problem]:
+        """Check the digests of some tensors of a shard, in the order in which they lie."""
         sha256 = hashlib.sha256() if self._with_sha256 else None
         if sha256 is not None:
             start = min((info.start for info in header.tensors), default=header.file_bytes)
-            head = np.empty(start, np.uint8)
+            head = bytearray(start)
             reader.read_into(header.file, 0, head)
             sha256.update(head)
-        for info in header.tensors:
-            if info.name in records:
-                self._tensor(info, records[info.name], reader, sha256)
+        found = [
+            self._tensor(info, records[info.name], reader, sha256)
+            for info in infos
+            if info.name in records
+        ]
         if sha256 is not None:
             self.sha256[header.file] = sha256.hexdigest()
+        return [problem for problem in found if problem is not None]
 
     def _headers(self, header: Header, records: dict[str, TensorRecord]) -> None:
         infos = {info.name: info for info in header.tensors}
@@ -168,19 +184,33 @@ class StoredCheck:
         record: TensorRecord,
         reader: FolderReader,
         sha256: hashlib._Hash | None,
-    ) -> None:
+    ) -> Problem | None:
         digest = Digest()
         try:
-            for _, data in chunks(info, reader):
+            for _, data in chunks(info, reader, self._buffers.take()):
                 digest.update(data)
                 if sha256 is not None:
                     sha256.update(data)
                 self._findings.advance(data.nbytes)
         except BadSource as fault:
-            self._findings.add(info.file, fault.message, record)
-            return
+            return problem_with(info.file, fault.message, record)
         if digest.text() != record.digest:
-            self._findings.add(info.file, "has other bytes than the manifest says", record)
+            return problem_with(info.file, "has other bytes than the manifest says", record)
+        return None
+
+
+def _singles(header: Header) -> Iterator[Sequence[TensorInfo]]:
+    return ((info,) for info in header.tensors)
+
+
+class _Buffers(threading.local):
+    """A buffer for each thread."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(CHUNK_BYTES)
+
+    def take(self) -> bytearray:
+        return self._buffer
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
