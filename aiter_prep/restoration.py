@@ -34,7 +34,7 @@ from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import ShardFile
 from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.storage.shard import ShardLayout, lay_out_shard
-from aiter_prep.storage.threads import chosen_workers, spread
+from aiter_prep.storage.threads import checked_workers, spread
 from aiter_prep.undo import (
     BadPadding,
     SourceTensor,
@@ -104,7 +104,7 @@ def restore(
         AiterPrepError: The disk is full or fails.
     """
     folder, out = Path(folder), Path(out)
-    threads = chosen_workers(workers)
+    threads = checked_workers(workers)
     manifest = read_manifest(folder)
     require_all_ranks(manifest, "restore")
     require_lossless(manifest)

@@ -21,8 +21,8 @@ from bench_table import Table, say
 from aiter_prep.backends.cpu import CpuBackend
 from aiter_prep.backends.probe import probe
 from aiter_prep.backends.table import Backend, choose_backend
-from aiter_prep.execution import default_workers
 from aiter_prep.layouts.table import LAYOUTS
+from aiter_prep.storage.threads import default_workers
 
 GB = 1e9
 SHAPE = (8, 8192, 8192)  # experts, rows, bytes of a row: 0.54 GB

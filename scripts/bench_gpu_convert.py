@@ -16,12 +16,13 @@ from bench_table import Table
 import tiny
 from aiter_prep.backends.cpu import CpuBackend
 from aiter_prep.backends.table import Backend
-from aiter_prep.execution import default_workers, execute
+from aiter_prep.execution import execute
 from aiter_prep.execution.jobs import Context, run_block
 from aiter_prep.plan import Plan, make_plan
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.storage.reader import FolderReader
 from aiter_prep.storage.scratch import Scratch
+from aiter_prep.storage.threads import default_workers
 
 GB = 1e9
 MAX_SHARD_BYTES = 500_000_000  # many files at a time: writes into one wait for each other

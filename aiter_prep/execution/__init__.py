@@ -2,7 +2,7 @@
 
 from aiter_prep.execution.bundles import Part
 from aiter_prep.execution.progress import Doing, Progress
-from aiter_prep.execution.run import default_workers, execute, layouts_of
+from aiter_prep.execution.run import execute, layouts_of
 from aiter_prep.execution.sealing import seal
 from aiter_prep.execution.sharing import execute_part
 
@@ -10,7 +10,6 @@ __all__ = [
     "Doing",
     "Part",
     "Progress",
-    "default_workers",
     "execute",
     "execute_part",
     "layouts_of",

@@ -13,16 +13,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.backends.table import Backend, choose_backend
-from aiter_prep.errors import AiterPrepError, DataMismatch, InvalidUsage
+from aiter_prep.errors import AiterPrepError, DataMismatch
 from aiter_prep.execution.bundles import Bundle, bundles_of, divided, shared_out
 from aiter_prep.execution.fingerprint import code_digest
 from aiter_prep.execution.progress import Progress
 from aiter_prep.execution.record import shard_digest
-from aiter_prep.execution.run import MAX_WORKERS, layouts_of
+from aiter_prep.execution.run import layouts_of
 from aiter_prep.execution.sealing import seal_conversion
 from aiter_prep.execution.sharing import Conversion, Share, shared_conversion, write_bundles
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.parts import PartsFolder, check_room_for_parts
+from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,8 +93,7 @@ def execute_on_ray(
         BadSource, NoRule: As `execute`.
     """
     settings = replace(settings or Settings(), layouts=layouts_of(plan))
-    if not 1 <= settings.workers <= MAX_WORKERS:
-        raise InvalidUsage(f"--workers {settings.workers} is out of range: 1 to {MAX_WORKERS}")
+    checked_workers(settings.workers)
     conversion = shared_conversion(plan, out)
     check_room_for_parts(conversion.out)
     parts = PartsFolder(conversion.out, conversion.digest)

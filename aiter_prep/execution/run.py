@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder
 from aiter_prep.storage.reader import FolderReader
 from aiter_prep.storage.scratch import Scratch
+from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,26 +34,8 @@ if TYPE_CHECKING:
     from aiter_prep.plan.make import Plan
     from aiter_prep.storage.header import TensorInfo
 
-MAX_WORKERS = 256
 COPY_JOB_BYTES = 256 * 1024 * 1024
 POLL_SECONDS = 0.1
-
-
-def default_workers() -> int:
-    """Return one worker per usable core, at most 16."""
-    return min(16, len(os.sched_getaffinity(0)))
-
-
-def checked_workers(workers: int | None) -> int:
-    """Return a number of threads, by default one per usable core.
-
-    Raises:
-        InvalidUsage: It is out of range.
-    """
-    threads = default_workers() if workers is None else workers
-    if not 1 <= threads <= MAX_WORKERS:
-        raise InvalidUsage(f"--workers {threads} is out of range: 1 to {MAX_WORKERS}")
-    return threads
 
 
 def execute(

@@ -14,7 +14,6 @@ from aiter_prep.execution.needed import differences
 from aiter_prep.execution.record import created_by, manifest_of
 from aiter_prep.execution.run import (
     Run,
-    checked_workers,
     layouts_of,
     missing_bytes,
     promised,
@@ -29,6 +28,7 @@ from aiter_prep.manifest import read_manifest
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder
 from aiter_prep.storage.reader import FolderReader
+from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,12 +12,13 @@ from aiter_prep.errors import AiterPrepError, InvalidUsage
 from aiter_prep.execution.bundles import Bundle, Part, bundles_of_part
 from aiter_prep.execution.fingerprint import digest_of_facts, facts_of
 from aiter_prep.execution.record import arguments_of, created_by, shard_digest
-from aiter_prep.execution.run import Run, checked_workers, layouts_of, refuse_overlap, run_jobs
+from aiter_prep.execution.run import Run, layouts_of, refuse_overlap, run_jobs
 from aiter_prep.execution.shardset import ShardSet
 from aiter_prep.execution.source import check_source_unchanged
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.parts import PartsFolder
 from aiter_prep.storage.reader import FolderReader
+from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -24,8 +24,8 @@ def default_workers() -> int:
     return min(MOST_BY_DEFAULT, len(os.sched_getaffinity(0)))
 
 
-def chosen_workers(workers: int | None) -> int:
-    """Return how many workers were asked for, or the default.
+def checked_workers(workers: int | None) -> int:
+    """Return a number of threads, by default one per usable core.
 
     Raises:
         InvalidUsage: They are too few or too many.

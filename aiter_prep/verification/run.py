@@ -10,7 +10,7 @@ from aiter_prep.manifest import read_manifest
 from aiter_prep.storage.guards import finish_hint
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
-from aiter_prep.storage.threads import chosen_workers
+from aiter_prep.storage.threads import checked_workers
 from aiter_prep.verification.findings import Findings
 from aiter_prep.verification.source import SourceCheck
 from aiter_prep.verification.stored import StoredCheck
@@ -62,7 +62,7 @@ def verify(
     manifest = read_manifest(folder)
     total = sum(shard.size for shard in manifest.shards)
     total += 0 if source is None else source.total_bytes
-    findings = Findings(folder, manifest, total, chosen_workers(workers), progress)
+    findings = Findings(folder, manifest, total, checked_workers(workers), progress)
     stored = StoredCheck(findings, with_sha256=sha256)
     stored.names()
     stored.shards(quick=quick)
