@@ -21,6 +21,7 @@ from aiter_prep.cli.flags import (
     ProgressForm,
     Quiet,
     Verbose,
+    Workers,
     output_of,
 )
 from aiter_prep.cli.part import chosen_backend, read_part, write_part
@@ -51,7 +52,7 @@ def convert(
     backend: flags.Backend = "auto",
     device: flags.Device = None,
     device_memory: flags.DeviceMemory = "2GB",
-    workers: flags.Workers = None,
+    workers: Workers = None,
     ranks: flags.Ranks = None,
     dry_run: flags.DryRun = False,
     part: flags.Part = None,

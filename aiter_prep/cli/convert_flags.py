@@ -133,14 +133,6 @@ DeviceMemory: TypeAlias = Annotated[
         help="Most of a GPU's memory that the backend takes.",
     ),
 ]
-Workers: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        envvar="AITER_PREP_WORKERS",
-        metavar="N",
-        help="Threads; one per usable core by default, 16 at most. The bytes stay the same.",
-    ),
-]
 Engine: TypeAlias = Annotated[
     str,
     typer.Option(

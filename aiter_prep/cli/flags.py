@@ -47,6 +47,14 @@ LogFile: TypeAlias = Annotated[
         help="Append all that is said, progress included, to a file, with the time.",
     ),
 ]
+Workers: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        envvar="AITER_PREP_WORKERS",
+        metavar="N",
+        help="Threads; one per usable core by default, 16 at most. The bytes stay the same.",
+    ),
+]
 MaxShardSize: TypeAlias = Annotated[
     str,
     typer.Option(

@@ -15,6 +15,7 @@ from aiter_prep.cli.flags import (
     ProgressForm,
     Quiet,
     Verbose,
+    Workers,
     output_of,
 )
 from aiter_prep.cli.values import parse_size
@@ -30,6 +31,7 @@ def restore(
     ],
     *,
     max_shard_size: MaxShardSize = "5GB",
+    workers: Workers = None,
     progress: ProgressForm = "auto",
     log_file: LogFile = None,
     as_json: Json = False,
@@ -47,7 +49,7 @@ def restore(
     output.follow(progress, log_file)
     limit = parse_size(max_shard_size)
     with output.progress("restoring") as update:
-        done = undo(folder, out, max_shard_bytes=limit, progress=update)
+        done = undo(folder, out, max_shard_bytes=limit, workers=workers, progress=update)
     output.lines(
         f"restored {folder} to {done.folder}",
         f"  {words.count(done.tensors, 'tensor')}, {words.count(done.shards, 'shard')}, "

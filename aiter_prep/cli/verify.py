@@ -14,6 +14,7 @@ from aiter_prep.cli.flags import (
     ProgressForm,
     Quiet,
     Verbose,
+    Workers,
     output_of,
 )
 from aiter_prep.errors import DataMismatch, InvalidUsage
@@ -49,6 +50,7 @@ def verify(
             help="Also write the SHA-256 of every file, as `sha256sum --check` takes it.",
         ),
     ] = None,
+    workers: Workers = None,
     progress: ProgressForm = "auto",
     log_file: LogFile = None,
     as_json: Json = False,
@@ -73,7 +75,12 @@ def verify(
     original = None if source is None else _opened(source, folder, quiet=quiet)
     with output.progress("verifying") as update:
         report = check(
-            folder, source=original, quick=quick, sha256=sha256sums is not None, progress=update
+            folder,
+            source=original,
+            quick=quick,
+            sha256=sha256sums is not None,
+            workers=workers,
+            progress=update,
         )
     if sha256sums is not None and report.is_clean:
         report.write_sha256sums(sha256sums)

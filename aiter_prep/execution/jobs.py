@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiter_prep.storage.scratch import Scratch
 
 CHUNK_BYTES = 8 * 1024 * 1024
-MOST_CHUNK_BYTES = 32 * 1024 * 1024  # for each worker, unless one expert is larger
+MOST_CHUNK_BYTES = 64 * 1024 * 1024  # for each worker, unless one expert is larger
 
 
 @dataclass(frozen=True, slots=True)
