@@ -13,7 +13,6 @@ import pytest
 import tiny
 from aiter_prep import restore, verify
 from aiter_prep.errors import InvalidUsage
-from aiter_prep.storage import durable
 from aiter_prep.storage.durable import WRITE_BACK_BYTES, start_writing_back
 from aiter_prep.storage.scratch import equal_bytes
 from aiter_prep.storage.threads import checked_workers, default_workers, spread
@@ -82,7 +81,7 @@ def test_long_ranges_are_written_back_at_once_and_short_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(durable.os, "posix_fadvise", lambda *words: said.append(words[1:]))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *words: said.append(words[1:]))
     with (tmp_path / "file").open("wb") as file:
         start_writing_back(file.fileno(), 5, WRITE_BACK_BYTES - 1)
         start_writing_back(file.fileno(), 7, WRITE_BACK_BYTES)
@@ -95,7 +94,7 @@ def test_advice_that_a_filesystem_does_not_take_harms_nothing(
     def refuse(*_words: object) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(durable.os, "posix_fadvise", refuse)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
     with (tmp_path / "file").open("wb") as file:
         start_writing_back(file.fileno(), 0, WRITE_BACK_BYTES)
     assert (tmp_path / "file").read_bytes() == b""
