@@ -61,6 +61,7 @@ def quark(everywhere: dict[str, Any], **layers: Any) -> dict[str, Any]:
         "quant_method": "quark",
         "global_quant_config": everywhere,
         "layer_quant_config": layers.get("layers", {}),
+        "layer_type_quant_config": {},
         "exclude": layers.get("exclude", ["lm_head"]),
         "export": {
             "pack_method": "reorder",
