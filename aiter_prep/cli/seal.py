@@ -23,7 +23,9 @@ def seal(
     source: Annotated[
         str | None,
         typer.Option(
-            metavar="SOURCE", help="The source, where it lies elsewhere than the parts found it."
+            "--source",
+            metavar="SOURCE",
+            help="The source, where it lies elsewhere than the parts found it.",
         ),
     ] = None,
     as_json: Json = False,

@@ -35,6 +35,7 @@ def verify(
     source: Annotated[
         str | None,
         typer.Option(
+            "--source",
             metavar="SOURCE",
             help="Also undo the layouts and compare with this folder or Hub id, byte by byte.",
         ),

@@ -16,14 +16,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from typer.models import OptionInfo
 
 import prepared
 import tiny
 from aiter_prep import _version
-from aiter_prep.cli import main, values, words
+from aiter_prep.cli import app, main, values, words
 from aiter_prep.cli.progress import SECONDS_BETWEEN_LINES, Lines
 from aiter_prep.demo import make_checkpoint
 from aiter_prep.errors import InvalidUsage
@@ -966,3 +967,28 @@ def test_an_option_without_a_meaning_is_refused(
     said = run("convert", model, "--tp", "1", flag, value)
     assert said.code == 2
     assert error in said.err
+
+
+def test_no_option_takes_its_name_from_its_placeholder() -> None:
+    """Typer 0.27 calls an option without a name `--SOURCE` where that is its placeholder."""
+    application = app.build()
+    groups = [group.typer_instance for group in application.registered_groups]
+    callbacks = [
+        command.callback
+        for group in (application, *groups)
+        if group is not None
+        for command in group.registered_commands
+    ]
+    options = [
+        (f"{callback!r}: {name}", name, option)
+        for callback in callbacks
+        for name, hint in get_type_hints(callback, include_extras=True).items()
+        for option in getattr(hint, "__metadata__", ())
+        if isinstance(option, OptionInfo)
+    ]
+    assert len(options) > 20
+    for place, name, option in options:
+        # in an annotation the first name stands where the default would
+        is_named = option.param_decls or option.default is not ...
+        taken = (option.metavar or "").lower().replace("-", "_") == name
+        assert is_named or not taken, place
