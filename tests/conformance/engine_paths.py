@@ -30,6 +30,7 @@ class EnginePath:
         options: what the product is told to choose the same path.
         expert_parallel: whether ranks share experts instead of columns.
         flagged: whether the engine leaves AITER's flag on the weights.
+        unflagged: modules of another scheme, on whose weights it leaves none all the same.
     """
 
     family: Family
@@ -40,6 +41,7 @@ class EnginePath:
     options: Mapping[str, str] = field(default_factory=dict)
     expert_parallel: bool = False
     flagged: bool = True
+    unflagged: tuple[str, ...] = ()
 
 
 def _known(name: str, **changes: object) -> Family:
@@ -136,7 +138,11 @@ SGLANG_PATHS: dict[str, EnginePath] = {
         environment={"AITER_SITUV2_A4W4": "1"},
         options={"activation_dtype": "fp4"},
     ),
-    "quark_mxfp4": EnginePath(_known("deepseek_v3-quark-mxfp4", **_WIDE), (1, 2, 4)),
+    "quark_mxfp4": EnginePath(
+        _known("deepseek_v3-quark-mxfp4", **_WIDE),
+        (1, 2, 4),
+        unflagged=("model.layers.2.mlp.experts",),  # in BF16
+    ),
     "kimi_k3_quark": EnginePath(_K3_QUARK),
     "kimi_k3_quark_a4w4": EnginePath(
         _K3_QUARK,
