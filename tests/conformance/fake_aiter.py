@@ -83,6 +83,7 @@ def install_aiter(source: Path, gfx: str) -> None:
     module("aiter.ops.enum", ActivationType=ActivationType, QuantType=QuantType)
     module("aiter.utility", source / "utility")
     dtypes = importlib.import_module("aiter.utility.dtypes")
+    _modernise_dtypes(dtypes, gfx)
     sys.modules["aiter"].__dict__["dtypes"] = dtypes
     _install_kernel_modules(source)
     _modernise(importlib.import_module("aiter.ops.shuffle"))
@@ -194,6 +195,15 @@ def per_1x32_i4_quant(
     scale = (groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-6) / 7.0).squeeze(-1)
     quantised = (groups / scale.unsqueeze(-1)).round().clamp(-7, 7).to(torch.int8)
     return quantised.view(weight.shape), scale.transpose(-1, -2).contiguous().to(torch.bfloat16)
+
+
+def _modernise_dtypes(dtypes: Any, gfx: str) -> None:
+    """Gives gfx1250 the FP8 type that the table of AITER's `utility/dtypes.py` names for it now.
+
+    The release that is installed does not know the chip, and falls back on bytes.
+    """
+    if gfx == "gfx1250":
+        dtypes.fp8 = dtypes.d_dtypes["fp8"] = torch.float8_e4m3fn
 
 
 def _modernise_quant(source: Path) -> None:
