@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import AiterPrepError, BadSource
@@ -15,6 +14,7 @@ from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import HUB_FILES, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.reader import CHUNK_BYTES, FolderReader, chunks
+from aiter_prep.storage.scratch import Scratch
 from aiter_prep.verification.findings import problem_with
 from aiter_prep.verification.report import Problem
 
@@ -41,7 +41,7 @@ class StoredCheck:
         self._manifest: Manifest = findings.manifest
         self._with_sha256 = with_sha256
         self.sha256: dict[str, str] = {}
-        self._buffers = _Buffers()
+        self._scratch = Scratch()
         self._stamps: dict[str, tuple[int, int, int] | None] = {}
 
     def names(self) -> None:
@@ -186,8 +186,9 @@ class StoredCheck:
         sha256: hashlib._Hash | None,
     ) -> Problem | None:
         digest = Digest()
+        buffer = self._scratch.take("read", (CHUNK_BYTES,))
         try:
-            for _, data in chunks(info, reader, self._buffers.take()):
+            for _, data in chunks(info, reader, buffer):
                 digest.update(data)
                 if sha256 is not None:
                     sha256.update(data)
@@ -201,16 +202,6 @@ class StoredCheck:
 
 def _singles(header: Header) -> Iterator[Sequence[TensorInfo]]:
     return ((info,) for info in header.tensors)
-
-
-class _Buffers(threading.local):
-    """A buffer for each thread."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray(CHUNK_BYTES)
-
-    def take(self) -> bytearray:
-        return self._buffer
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
