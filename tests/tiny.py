@@ -111,19 +111,19 @@ class Kind:
     quantization: Mapping[str, Any] | None = None
 
 
-def _blocks(rows: int, columns: int) -> tuple[int, ...]:
+def blocks_of(rows: int, columns: int) -> tuple[int, ...]:
     return (-(-rows // 128), -(-columns // 128))
 
 
-def _groups(rows: int, columns: int) -> tuple[int, ...]:
+def groups_of(rows: int, columns: int) -> tuple[int, ...]:
     return (rows, columns // 32)
 
 
-def _vector(rows: int, _columns: int) -> tuple[int, ...]:
+def vector_of(rows: int, _columns: int) -> tuple[int, ...]:
     return (rows,)
 
 
-def _column(rows: int, _columns: int) -> tuple[int, ...]:
+def column_of(rows: int, _columns: int) -> tuple[int, ...]:
     return (rows, 1)
 
 
@@ -150,55 +150,55 @@ _MX = {"group_size": 32, "scale_format": "e8m0"}
 KINDS: dict[str, Kind] = {
     "bf16": Kind(("weight", "BF16")),
     "f16": Kind(("weight", "F16")),
-    "fp8_block_f32": Kind(_E4M3, 1, ("weight_scale_inv", "F32"), _blocks, quantization=_FP8),
-    "fp8_block_bf16": Kind(_E4M3, 1, ("weight_scale_inv", "BF16"), _blocks, quantization=_FP8),
+    "fp8_block_f32": Kind(_E4M3, 1, ("weight_scale_inv", "F32"), blocks_of, quantization=_FP8),
+    "fp8_block_bf16": Kind(_E4M3, 1, ("weight_scale_inv", "BF16"), blocks_of, quantization=_FP8),
     "fp8_channel_1d": Kind(
         _E4M3,
         1,
         ("weight_scale", "F32"),
-        _vector,
+        vector_of,
         quantization=_quark("fp8_e4m3", "per_channel"),
     ),
     "fp8_channel_n1": Kind(
         _E4M3,
         1,
         ("weight_scale", "BF16"),
-        _column,
+        column_of,
         quantization=_compressed("float-quantized", "float", 8, "channel"),
     ),
     "mxfp4_quark": Kind(
         ("weight", "U8"),
         2,
         ("weight_scale", "U8"),
-        _groups,
+        groups_of,
         quantization=_quark("fp4", "per_group", **_MX),
     ),
     "mxfp4_ct": Kind(
         ("weight_packed", "U8"),
         2,
         ("weight_scale", "U8"),
-        _groups,
+        groups_of,
         quantization=_compressed("mxfp4-pack-quantized", "float", 4, "group"),
     ),
     "mxfp4_v4": Kind(
         ("weight", "I8"),
         2,
         ("scale", "F8_E8M0"),
-        _groups,
+        groups_of,
         quantization={**_FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
     ),
     "mxfp8": Kind(
         _E4M3,
         1,
         ("weight_scale_inv", "U8"),
-        _groups,
+        groups_of,
         quantization={"quant_method": "mxfp8", "weight_block_size": [1, 32]},
     ),
     "mxfp4_gpt_oss": Kind(
         ("blocks", "U8"),
         2,
         ("scales", "U8"),
-        _groups,
+        groups_of,
         quantization={"quant_method": "mxfp4"},
     ),
     # what the target `aiter` cannot undo, or refuses
@@ -221,7 +221,7 @@ KINDS: dict[str, Kind] = {
         ("weight_packed", "I32"),
         8,
         ("weight_scale", "BF16"),
-        _groups,
+        groups_of,
         extra=(("weight_shape", "I64", (2,)),),
         quantization=_compressed("pack-quantized", "int", 4, "group"),
     ),
@@ -229,7 +229,7 @@ KINDS: dict[str, Kind] = {
         ("weight", "I8"),
         1,
         ("weight_scale", "BF16"),
-        _column,
+        column_of,
         quantization=_compressed("int-quantized", "int", 8, "channel"),
     ),
 }

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tiny import blocks_of, column_of, groups_of, vector_of
+
 WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4}
 WIDTH |= {"I64": 8}
 
@@ -46,22 +48,6 @@ class Scheme:
     weight_shape: str = ""
 
 
-def _blocks(rows: int, columns: int) -> tuple[int, ...]:
-    return (-(-rows // 128), -(-columns // 128))
-
-
-def _groups(rows: int, columns: int) -> tuple[int, ...]:
-    return (rows, columns // 32)
-
-
-def _vector(rows: int, _columns: int) -> tuple[int, ...]:
-    return (rows,)
-
-
-def _column(rows: int, _columns: int) -> tuple[int, ...]:
-    return (rows, 1)
-
-
 def _nothing(_rows: int, _columns: int) -> tuple[int, ...]:
     return ()
 
@@ -73,25 +59,25 @@ def _one(_rows: int, _columns: int) -> tuple[int, ...]:
 _FP8 = ("weight", "F8_E4M3", 1)
 SCHEMES: dict[str, Scheme] = {
     "bf16": Scheme(("weight", "BF16", 1)),
-    "fp8_block": Scheme(_FP8, ("weight_scale_inv", "F32", _blocks)),
-    "fp8_block_bf16": Scheme(_FP8, ("weight_scale_inv", "BF16", _blocks)),
-    "fp8_block_ct": Scheme(_FP8, ("weight_scale", "BF16", _blocks)),
-    "fp8_block_v4": Scheme(_FP8, ("scale", "F32", _blocks)),
-    "fp8_channel_quark": Scheme(_FP8, ("weight_scale", "F32", _vector)),
-    "fp8_channel_ct": Scheme(_FP8, ("weight_scale", "BF16", _column)),
+    "fp8_block": Scheme(_FP8, ("weight_scale_inv", "F32", blocks_of)),
+    "fp8_block_bf16": Scheme(_FP8, ("weight_scale_inv", "BF16", blocks_of)),
+    "fp8_block_ct": Scheme(_FP8, ("weight_scale", "BF16", blocks_of)),
+    "fp8_block_v4": Scheme(_FP8, ("scale", "F32", blocks_of)),
+    "fp8_channel_quark": Scheme(_FP8, ("weight_scale", "F32", vector_of)),
+    "fp8_channel_ct": Scheme(_FP8, ("weight_scale", "BF16", column_of)),
     "fp8_tensor": Scheme(_FP8, ("weight_scale", "F32", _nothing)),
     "fp8_tensor_static": Scheme(_FP8, ("weight_scale", "F32", _nothing), static_inputs=True),
     "fp8_tensor_ct": Scheme(_FP8, ("weight_scale", "BF16", _one)),
-    "mxfp8_inv": Scheme(_FP8, ("weight_scale_inv", "U8", _groups)),
-    "mxfp8": Scheme(_FP8, ("weight_scale", "U8", _groups)),
-    "mxfp4": Scheme(("weight", "U8", 2), ("weight_scale", "U8", _groups)),
+    "mxfp8_inv": Scheme(_FP8, ("weight_scale_inv", "U8", groups_of)),
+    "mxfp8": Scheme(_FP8, ("weight_scale", "U8", groups_of)),
+    "mxfp4": Scheme(("weight", "U8", 2), ("weight_scale", "U8", groups_of)),
     "mxfp4_static": Scheme(
-        ("weight", "U8", 2), ("weight_scale", "U8", _groups), static_inputs=True
+        ("weight", "U8", 2), ("weight_scale", "U8", groups_of), static_inputs=True
     ),
-    "mxfp4_v4": Scheme(("weight", "I8", 2), ("scale", "F8_E8M0", _groups)),
-    "mxfp4_packed": Scheme(("weight_packed", "U8", 2), ("weight_scale", "U8", _groups)),
+    "mxfp4_v4": Scheme(("weight", "I8", 2), ("scale", "F8_E8M0", groups_of)),
+    "mxfp4_packed": Scheme(("weight_packed", "U8", 2), ("weight_scale", "U8", groups_of)),
     "int4": Scheme(
-        ("weight_packed", "I32", 8), ("weight_scale", "BF16", _groups), weight_shape="I32"
+        ("weight_packed", "I32", 8), ("weight_scale", "BF16", groups_of), weight_shape="I32"
     ),
 }
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,13 +117,19 @@ def _jobs(names: Iterable[str], checkpoints: Path, dumps: Path) -> list[dict[str
     ]
 
 
-def run_jobs(environment: Environment, group: Group, jobs: list[dict[str, object]]) -> str:
+def run_jobs(
+    environment: Environment,
+    group: Group,
+    jobs: Sequence[Mapping[str, object]],
+    module: str = "conformance.engine_dump",
+    *more: str | Path,
+) -> str:
     """Runs `jobs` in one engine process; returns what it said, failures are in the folders."""
     gfx, variables = group
     with tempfile.TemporaryDirectory() as scratch:
         listing = Path(scratch) / "jobs.json"
-        listing.write_text(json.dumps(jobs))
-        command = [environment.python, "-m", "conformance.engine_dump", listing]
+        listing.write_text(json.dumps(jobs), "utf-8")
+        command = [environment.python, "-m", module, listing, *more]
         command += ["--aiter", environment.aiter, "--gfx", gfx]
         done = subprocess.run(
             list(map(str, command)),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +9,7 @@ from typing import TYPE_CHECKING
 import tiny_families
 from conformance.dump_format import FAILURE, dump_path
 from conformance.engine_paths import ATOM_PATHS, SGLANG_PATHS, EnginePath
+from conformance.engine_run import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,33 +55,13 @@ def run_group(
             }
             for ranks in path.ranks
         ]
-    said = _run(environment, engine, group, jobs)
+    sources = environment.folder / SOURCES[engine]
+    said = run_jobs(environment, group, jobs, f"conformance.{engine}_dump", "--engine", sources)
     for job in jobs:
         out = Path(str(job["out"]))
         if not (dump_path(out, 0).exists() or (out / FAILURE).exists()):
             out.mkdir(parents=True, exist_ok=True)
             (out / FAILURE).write_text(said, "utf-8")
-
-
-def _run(
-    environment: Environment, engine: str, group: Group, jobs: Sequence[Mapping[str, object]]
-) -> str:
-    gfx, variables = group
-    with tempfile.TemporaryDirectory() as scratch:
-        listing = Path(scratch) / "jobs.json"
-        listing.write_text(json.dumps(jobs), "utf-8")
-        command = [environment.python, "-m", f"conformance.{engine}_dump", listing]
-        command += ["--engine", environment.folder / SOURCES[engine]]
-        command += ["--aiter", environment.aiter, "--gfx", gfx]
-        done = subprocess.run(
-            [str(word) for word in command],
-            env=environment.variables({**dict(variables), "TMPDIR": scratch}),
-            cwd=scratch,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    return done.stdout + done.stderr
 
 
 def names_by_group(engine: str) -> dict[Group, list[str]]:
