@@ -213,12 +213,17 @@ def done_body(
         "is_complete": plan.is_complete,
         "tensors": len(manifest.tensors),
         "total_bytes": plan.total_bytes,
-        "shards": [
-            {"file": s.file, "rank": s.rank, "size": s.size, "digest": s.digest}
-            for s in manifest.shards
-        ],
+        "shards": shard_bodies(manifest),
         "skipped": [dict(entry) for entry in manifest.skipped],
         "warnings": list(plan.warnings),
         "was_needed": was_needed,
         "seconds": round(seconds, 3),
     }
+
+
+def shard_bodies(manifest: Manifest) -> list[dict[str, Any]]:
+    """Return the shards of a folder for a program."""
+    return [
+        {"file": s.file, "rank": s.rank, "size": s.size, "digest": s.digest}
+        for s in manifest.shards
+    ]

@@ -10,6 +10,7 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.plan_words import shard_bodies
 
 SCHEMA = "aiter-prep/seal/1"
 
@@ -69,10 +70,7 @@ def seal(
             "ranks": list(target["ranks"]),
             "tensors": len(manifest.tensors),
             "total_bytes": total_bytes,
-            "shards": [
-                {"file": s.file, "rank": s.rank, "size": s.size, "digest": s.digest}
-                for s in manifest.shards
-            ],
+            "shards": shard_bodies(manifest),
             "seconds": round(seconds, 3),
         },
     )
