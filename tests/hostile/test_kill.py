@@ -6,7 +6,6 @@ write, fsync, rename, unlink, mkdir, truncation or lock), or in the middle of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from prepared import JOURNAL, LOCK, MANIFEST, contents, plan_of, prepare, proble
 
 QUICK_POINTS = 20
 LONG_POINTS = 200
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    """The program, started once."""
-    runner = Runner()
-    yield runner
-    runner.close()
 
 
 @pytest.fixture(scope="module")

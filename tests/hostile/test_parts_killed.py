@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ PARTS = ".aiter_prep.parts"
 POINTS = 20
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODEL = {"kind": "mxfp8", "hidden": 64, "intermediate": 64, "spread": "layers"}
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    """The program that is killed, started once."""
-    runner = Runner()
-    yield runner
-    runner.close()
 
 
 @pytest.fixture(scope="module")

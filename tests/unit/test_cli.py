@@ -14,7 +14,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,46 +29,21 @@ from aiter_prep.demo import make_checkpoint
 from aiter_prep.errors import InvalidUsage
 from aiter_prep.execution import Progress
 from aiter_prep.inspection import inspect_path
+from command_line import CommandLine
 from support import fixture
 
 SOON = 4.0  # seconds; 2 are promised, but not of a machine that tests other things as well
 COMMANDS = ("convert", "seal", "verify", "inspect", "restore", "push", "layouts", "env", "demo")
 
 
-@dataclass(frozen=True)
-class Said:
-    """What a run of the command line said."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(self.out)
-        return document
-
-
 @pytest.fixture
 def run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> _Runner:
+) -> CommandLine:
     """Runs the command line in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ())
-    return _Runner(capsys)
-
-
-class _Runner:
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *argv: str | Path) -> Said:
-        self._capsys.readouterr()
-        code = main([str(word) for word in argv])
-        said = self._capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Said(code, said.out, said.err)
+    return CommandLine(capsys)
 
 
 @pytest.fixture
@@ -84,7 +58,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_help_lists_the_exit_codes(run: _Runner, command: str) -> None:
+def test_every_help_lists_the_exit_codes(run: CommandLine, command: str) -> None:
     said = run(command, "--help")
     assert said.code == 0
     assert "Exit codes (take an unknown one for a failure):" in said.out
@@ -94,7 +68,7 @@ def test_every_help_lists_the_exit_codes(run: _Runner, command: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_the_help_names_every_command(run: _Runner, flag: str) -> None:
+def test_the_help_names_every_command(run: CommandLine, flag: str) -> None:
     said = run(flag)
     assert said.code == 0
     assert all(f"\n  {command} " in said.out for command in COMMANDS)
@@ -102,7 +76,7 @@ def test_the_help_names_every_command(run: _Runner, flag: str) -> None:
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["--version", "--help"]])
-def test_the_version_is_the_packages(run: _Runner, argv: list[str]) -> None:
+def test_the_version_is_the_packages(run: CommandLine, argv: list[str]) -> None:
     assert run(*argv).out == f"aiter-prep {_version.__version__}\n"
 
 
@@ -165,7 +139,7 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "minimax_m3-mxfp8", "qwen3_moe-ct-mxfp4"])
-def test_a_checkpoint_goes_round(run: _Runner, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_goes_round(run: CommandLine, tmp_path: Path, name: str) -> None:
     source, out = fixture(name), f"{name}-aiter-tp2-gfx950"
     converted = run("convert", source, "-tp", "2")
     assert converted.code == 0
@@ -182,14 +156,14 @@ def test_a_checkpoint_goes_round(run: _Runner, tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("flag", ["--tp", "-tp", "--tensor-parallel-size"])
 @pytest.mark.parametrize("joint", [" ", "="])
 def test_tensor_parallelism_has_the_flags_of_the_ecosystem(
-    run: _Runner, model: Path, flag: str, joint: str
+    run: CommandLine, model: Path, flag: str, joint: str
 ) -> None:
     said = run("convert", model, *f"{flag}{joint}2".split(" "), "--dry-run", "--json")
     assert said.json["tp"] == 2
 
 
 def test_the_output_is_named_after_model_ranks_and_chip(
-    run: _Runner, model: Path, tmp_path: Path
+    run: CommandLine, model: Path, tmp_path: Path
 ) -> None:
     said = run("convert", f"{model}/", "--tp", "2", "--gfx", "gfx942", "-q", "--json")
     assert said.json["folder"] == "some model-aiter-tp2-gfx942"
@@ -197,7 +171,7 @@ def test_the_output_is_named_after_model_ranks_and_chip(
 
 
 def test_the_json_of_a_conversion_names_every_shard(
-    run: _Runner, model: Path, tmp_path: Path
+    run: CommandLine, model: Path, tmp_path: Path
 ) -> None:
     document = run("convert", model, "out", "--tp", "2", "--json").json
     assert next(iter(document)) == "schema"
@@ -208,35 +182,35 @@ def test_the_json_of_a_conversion_names_every_shard(
     assert document["total_bytes"] == sum(shard["size"] for shard in document["shards"])
 
 
-def test_some_ranks_can_be_written_alone(run: _Runner, model: Path) -> None:
+def test_some_ranks_can_be_written_alone(run: CommandLine, model: Path) -> None:
     said = run("convert", model, "out", "--tp", "2", "--ranks", "1")
     assert "rank 1 of 2" in said.out.replace("ranks", "rank")
     assert "holds 1 of 2 ranks" in run("inspect", "out").out
 
 
-def test_small_shards_can_be_asked_for(run: _Runner, model: Path) -> None:
+def test_small_shards_can_be_asked_for(run: CommandLine, model: Path) -> None:
     document = run("convert", model, "out", "--tp", "1", "--max-shard-size", "1MB", "--json").json
     assert len(document["shards"]) > 4
 
 
-def test_verbose_lists_the_shards(run: _Runner, model: Path) -> None:
+def test_verbose_lists_the_shards(run: CommandLine, model: Path) -> None:
     assert "model-rank-0-part-0.safetensors" in run("convert", model, "out", "--tp", "1", "-v").out
 
 
-def test_quiet_leaves_nothing_but_the_result(run: _Runner, model: Path) -> None:
+def test_quiet_leaves_nothing_but_the_result(run: CommandLine, model: Path) -> None:
     said = run("convert", model, "out", "--tp", "2", "-q")
     assert said.out
     assert not said.err
 
 
-def test_hints_can_be_pasted_into_a_shell(run: _Runner, model: Path) -> None:
+def test_hints_can_be_pasted_into_a_shell(run: CommandLine, model: Path) -> None:
     said = run("convert", model, "my out", "--tp", "2")
     assert "aiter-prep verify 'my out'" in said.err
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect", "layouts", "env", "demo", "restore"])
 def test_every_result_is_one_json_object_that_starts_with_its_schema(
-    run: _Runner, model: Path, command: str
+    run: CommandLine, model: Path, command: str
 ) -> None:
     arguments: dict[str, Sequence[str]] = {
         "verify": ["out"],
@@ -251,7 +225,7 @@ def test_every_result_is_one_json_object_that_starts_with_its_schema(
     assert said.json["schema"] == f"aiter-prep/{command}/1"
 
 
-def test_inspect_shows_what_each_number_of_ranks_would_write(run: _Runner, model: Path) -> None:
+def test_inspect_shows_what_each_number_of_ranks_would_write(run: CommandLine, model: Path) -> None:
     said = run("inspect", model)
     assert "aiter on gfx950, gfx942: --tp 1-2, 5, 10" in said.out
     assert "aiter-prep convert" in said.err
@@ -259,7 +233,7 @@ def test_inspect_shows_what_each_number_of_ranks_would_write(run: _Runner, model
     assert document["outlooks"][0]["workable_tp"] == [1, 2, 5, 10]
 
 
-def test_inspect_shows_unknown_tensors_and_leaves_with_0(run: _Runner, tmp_path: Path) -> None:
+def test_inspect_shows_unknown_tensors_and_leaves_with_0(run: CommandLine, tmp_path: Path) -> None:
     tensors = {**tiny.tensors_of(tiny.Model()), "mystery": tiny.Tensor("U8", (1,), b"0")}
     folder = tiny.write_shards(
         tmp_path / "odd", {tiny.SINGLE: tensors}, tiny.config_of(tiny.Model())
@@ -270,14 +244,14 @@ def test_inspect_shows_unknown_tensors_and_leaves_with_0(run: _Runner, tmp_path:
     assert "would refuse" in said.err
 
 
-def test_inspect_says_how_to_finish_an_unfinished_folder(run: _Runner, tmp_path: Path) -> None:
+def test_inspect_says_how_to_finish_an_unfinished_folder(run: CommandLine, tmp_path: Path) -> None:
     (tmp_path / ".aiter_prep.journal").write_bytes(b"")
     said = run("inspect", tmp_path)
     assert "not finished" in said.out
     assert "--resume" in said.err
 
 
-def test_layouts_lists_targets_and_what_they_refuse(run: _Runner) -> None:
+def test_layouts_lists_targets_and_what_they_refuse(run: CommandLine) -> None:
     said = run("layouts")
     assert "target aiter" in said.out
     assert "tile_16x16" in said.out
@@ -289,7 +263,7 @@ def test_layouts_lists_targets_and_what_they_refuse(run: _Runner) -> None:
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(
-    run: _Runner, model: Path, tmp_path: Path
+    run: CommandLine, model: Path, tmp_path: Path
 ) -> None:
     before = prepared.stamps(tmp_path)
     said = run("convert", model, "--tp", "2", "--dry-run")
@@ -301,7 +275,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     assert prepared.stamps(tmp_path) == before
 
 
-def test_a_dry_run_foretells_the_very_bytes(run: _Runner, model: Path) -> None:
+def test_a_dry_run_foretells_the_very_bytes(run: CommandLine, model: Path) -> None:
     foretold = run("convert", model, "--tp", "2", "--dry-run", "--json").json
     written = run("convert", model, "--tp", "2", "--json").json
     assert foretold["schema"] == "aiter-prep/plan/1"
@@ -311,7 +285,7 @@ def test_a_dry_run_foretells_the_very_bytes(run: _Runner, model: Path) -> None:
 
 
 def test_a_dry_run_says_what_would_fail(
-    run: _Runner, model: Path, monkeypatch: pytest.MonkeyPatch
+    run: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("convert", model, "--tp", "2")
     monkeypatch.setattr("aiter_prep.inspection.room.free_bytes", lambda _: 7)
@@ -322,7 +296,7 @@ def test_a_dry_run_says_what_would_fail(
     assert len(run("convert", model, "--tp", "2", "--dry-run", "--json").json["obstacles"]) == 2
 
 
-def test_a_dry_run_shows_warnings_and_what_is_left_out(run: _Runner, tmp_path: Path) -> None:
+def test_a_dry_run_shows_warnings_and_what_is_left_out(run: CommandLine, tmp_path: Path) -> None:
     source = tiny.Model(spread="layers")
     shards = tiny.shards_of(source, tiny.tensors_of(source))
     folder = tiny.write_shards(tmp_path / "model", shards, tiny.config_of(source))
@@ -376,7 +350,7 @@ def test_a_dry_run_shows_warnings_and_what_is_left_out(run: _Runner, tmp_path: P
 )
 @pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])
 def test_what_a_user_did_wrong_has_its_code_and_its_words(
-    run: _Runner,
+    run: CommandLine,
     tmp_path: Path,
     model: Path,
     argv: list[str],
@@ -405,14 +379,14 @@ def test_what_a_user_did_wrong_has_its_code_and_its_words(
     assert prepared.contents(tmp_path) == before
 
 
-def test_without_a_command_the_help_is_pointed_at(run: _Runner) -> None:
+def test_without_a_command_the_help_is_pointed_at(run: CommandLine) -> None:
     said = run()
     assert (said.code, said.out) == (2, "")
     assert said.err == "error: missing command\nhint: `aiter-prep --help` lists what it takes\n"
 
 
 def test_a_full_output_is_refused_before_the_source_is_looked_for(
-    run: _Runner, tmp_path: Path
+    run: CommandLine, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     assert run("convert", "some-org/some-model", tmp_path, "--tp", "1").code == 12
@@ -422,11 +396,11 @@ def test_a_full_output_is_refused_before_the_source_is_looked_for(
     assert run("convert", "some-org/some-model", "--tp", "1").code == 12
 
 
-def test_what_works_is_part_of_the_hint(run: _Runner, model: Path) -> None:
+def test_what_works_is_part_of_the_hint(run: CommandLine, model: Path) -> None:
     assert "hint: use --tp 1, 2, 5 or 10\n" in run("convert", model, "--tp", "3").err
 
 
-def test_unknown_tensors_can_be_declared_common(run: _Runner, tmp_path: Path) -> None:
+def test_unknown_tensors_can_be_declared_common(run: CommandLine, tmp_path: Path) -> None:
     tensors = {**tiny.tensors_of(tiny.Model()), "my.mystery": tiny.Tensor("U8", (1,), b"0")}
     tiny.write_shards(tmp_path / "odd", {tiny.SINGLE: tensors}, tiny.config_of(tiny.Model()))
     assert run("convert", "odd", "out", "--tp", "1").code == 11
@@ -436,7 +410,9 @@ def test_unknown_tensors_can_be_declared_common(run: _Runner, tmp_path: Path) ->
     )
 
 
-def test_a_config_that_contradicts_the_tensors_needs_a_flag(run: _Runner, tmp_path: Path) -> None:
+def test_a_config_that_contradicts_the_tensors_needs_a_flag(
+    run: CommandLine, tmp_path: Path
+) -> None:
     promised = tiny.KINDS["mxfp4_quark"].quantization
     source = tiny.Model(config={"quantization_config": promised})
     tiny.write_shards(
@@ -448,7 +424,9 @@ def test_a_config_that_contradicts_the_tensors_needs_a_flag(run: _Runner, tmp_pa
     assert said.err.startswith("warning: the config promises mxfp4")
 
 
-def test_resume_and_overwrite_do_what_they_say(run: _Runner, model: Path, tmp_path: Path) -> None:
+def test_resume_and_overwrite_do_what_they_say(
+    run: CommandLine, model: Path, tmp_path: Path
+) -> None:
     run("convert", model, "out", "--tp", "1")
     first = prepared.contents(tmp_path / "out")
     assert run("convert", model, "out", "--tp", "1", "--overwrite").code == 0
@@ -467,7 +445,7 @@ def damaged(folder: Path) -> None:
 
 
 def test_damage_names_file_tensor_and_rank_on_stdout(
-    run: _Runner, model: Path, tmp_path: Path
+    run: CommandLine, model: Path, tmp_path: Path
 ) -> None:
     run("convert", model, "out", "--tp", "2")
     damaged(tmp_path / "out")
@@ -479,7 +457,7 @@ def test_damage_names_file_tensor_and_rank_on_stdout(
     assert run("verify", "out", "--quick").code == 0
 
 
-def test_damage_is_json_too(run: _Runner, model: Path, tmp_path: Path) -> None:
+def test_damage_is_json_too(run: CommandLine, model: Path, tmp_path: Path) -> None:
     run("convert", model, "out", "--tp", "2")
     damaged(tmp_path / "out")
     said = run("verify", "out", "--json")
@@ -490,7 +468,7 @@ def test_damage_is_json_too(run: _Runner, model: Path, tmp_path: Path) -> None:
     assert problem["tensor"].startswith("model.layers.")
 
 
-def test_a_damaged_folder_is_not_restored(run: _Runner, model: Path, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_not_restored(run: CommandLine, model: Path, tmp_path: Path) -> None:
     run("convert", model, "out", "--tp", "2")
     damaged(tmp_path / "out")
     assert run("restore", "out", "back").code == 3
@@ -501,7 +479,7 @@ def test_a_damaged_folder_is_not_restored(run: _Runner, model: Path, tmp_path: P
 
 
 def test_environment_variables_are_defaults(
-    run: _Runner, model: Path, monkeypatch: pytest.MonkeyPatch
+    run: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"TP": "2", "GFX": "gfx942", "JSON": "1", "QUIET": "1"}.items():
         monkeypatch.setenv(f"AITER_PREP_{name}", value)
@@ -513,7 +491,7 @@ def test_environment_variables_are_defaults(
 
 
 def test_the_chip_of_this_machine_is_taken_and_named(
-    run: _Runner, model: Path, monkeypatch: pytest.MonkeyPatch
+    run: CommandLine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ("gfx1100", "gfx942"))
     said = run("convert", model, "--tp", "1", "--dry-run", "--json")
@@ -526,7 +504,7 @@ def test_the_chip_of_this_machine_is_taken_and_named(
 
 
 def test_control_characters_of_a_checkpoint_stay_out_of_the_terminal(
-    run: _Runner, tmp_path: Path
+    run: CommandLine, tmp_path: Path
 ) -> None:
     evil = "\x1b]0;owned\x07\x1b[31m"
     source = tiny.Model(config={"architectures": [evil], "model_type": evil})
@@ -774,7 +752,7 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
     assert running.returncode == 0
 
 
-def test_handlers_are_put_back(run: _Runner) -> None:
+def test_handlers_are_put_back(run: CommandLine) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     run("layouts")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -784,7 +762,7 @@ def broken(_: object) -> None:
     raise KeyError("no [b]such[/b] key")
 
 
-def test_a_bug_is_called_a_bug(run: _Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_called_a_bug(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiter_prep.inspection.inspect_path", broken)
     said = run("inspect", ".")
     assert said.code == 1
@@ -813,7 +791,7 @@ def test_verbose_shows_where_a_bug_is(
     ],
 )
 def test_what_the_machine_does_is_no_bug(
-    run: _Runner, monkeypatch: pytest.MonkeyPatch, fault: BaseException, error: str
+    run: CommandLine, monkeypatch: pytest.MonkeyPatch, fault: BaseException, error: str
 ) -> None:
     def raise_it(_: object) -> None:
         raise fault
@@ -921,7 +899,7 @@ def test_progress_that_has_not_begun_has_no_end() -> None:
     assert said == ["verifying: 0 B of 10 B, 0 B/s"]
 
 
-def test_the_api_and_the_command_line_say_the_same(run: _Runner, model: Path) -> None:
+def test_the_api_and_the_command_line_say_the_same(run: CommandLine, model: Path) -> None:
     document = run("inspect", model, "--json").json
     del document["schema"]
     expected = json.loads(json.dumps(inspect_path(model).to_json()))
@@ -931,7 +909,7 @@ def test_the_api_and_the_command_line_say_the_same(run: _Runner, model: Path) ->
 # --- targets, options, expert parallelism ---------------------------------------------------------
 
 
-def test_expert_parallel_ranks_hold_whole_experts(run: _Runner, model: Path) -> None:
+def test_expert_parallel_ranks_hold_whole_experts(run: CommandLine, model: Path) -> None:
     said = run("convert", model, "--ep", "4", "--dry-run")
     assert "folder  some model-aiter-ep4-gfx950 " in said.out
     assert "0-3 of 4, ep 4, linear" in said.out
@@ -941,13 +919,15 @@ def test_expert_parallel_ranks_hold_whole_experts(run: _Runner, model: Path) -> 
     assert run("verify", converted.json["folder"], "--source", model).code == 0
 
 
-def test_tensor_and_expert_parallelism_exclude_each_other(run: _Runner, model: Path) -> None:
+def test_tensor_and_expert_parallelism_exclude_each_other(run: CommandLine, model: Path) -> None:
     said = run("convert", model, "--tp", "2", "--ep", "2")
     assert said.code == 2
     assert "exclude each other" in said.err
 
 
-def test_an_engine_is_a_target_and_its_version_part_of_the_name(run: _Runner, model: Path) -> None:
+def test_an_engine_is_a_target_and_its_version_part_of_the_name(
+    run: CommandLine, model: Path
+) -> None:
     said = run("convert", model, "--tp", "2", "--target", "vllm", "--json")
     assert said.json["target"] == "vllm@0.33"
     assert said.json["folder"] == "some model-vllm@0.33-tp2-gfx950"
@@ -962,7 +942,7 @@ def test_an_engine_is_a_target_and_its_version_part_of_the_name(run: _Runner, mo
     ],
 )
 def test_an_option_without_a_meaning_is_refused(
-    run: _Runner, model: Path, flag: str, value: str, error: str
+    run: CommandLine, model: Path, flag: str, value: str, error: str
 ) -> None:
     said = run("convert", model, "--tp", "1", flag, value)
     assert said.code == 2

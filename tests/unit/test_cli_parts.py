@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import prepared
 import tiny
-from aiter_prep.cli import main
 from aiter_prep.cli.schedulers import part_of
 from aiter_prep.errors import InvalidUsage
+from command_line import CommandLine
 
 SIZES = ("--tp", "2", "--gfx", "gfx950", "--max-shard-size", "10KB")
-
-
-class Said:
-    """What a run of the command line said."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(self.out)
-        return document
 
 
 @pytest.fixture
 def run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Said]:
+) -> CommandLine:
     """Runs the command line in this process, in a folder of its own with a model."""
     monkeypatch.chdir(tmp_path)
     tiny.write(tmp_path / "model", kind="mxfp8", hidden=64, intermediate=64, layers=2)
 
-    def runner(*argv: str) -> Said:
-        capsys.readouterr()
-        code = main(list(argv))
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Said(code, said.out, said.err)
-
-    return runner
+    return CommandLine(capsys)
 
 
 # --- which part ---------------------------------------------------------------------------------
@@ -104,7 +82,7 @@ def test_what_does_not_say_which_part_is_refused(
 
 
 def test_it_is_said_where_the_part_was_taken_from(
-    run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+    run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     said = run("convert", "model", "out", *SIZES, "--part", "auto/2")
@@ -114,9 +92,7 @@ def test_it_is_said_where_the_part_was_taken_from(
     assert "this is part" not in said.err
 
 
-def test_a_scheduler_alone_makes_no_part(
-    run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_alone_makes_no_part(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An array may convert a model a task."""
     for name, number in slurm(1, 0, 3, 4).items():
         monkeypatch.setenv(name, number)
@@ -128,7 +104,7 @@ def test_a_scheduler_alone_makes_no_part(
 # --- what is said -------------------------------------------------------------------------------
 
 
-def test_parts_and_seal_make_the_folder_of_one_run(run: Callable[..., Said]) -> None:
+def test_parts_and_seal_make_the_folder_of_one_run(run: CommandLine) -> None:
     assert run("convert", "model", "one", *SIZES).code == 0
     said = run("convert", "model", "out", *SIZES, "--part", "2/2")
     assert said.code == 0
@@ -149,7 +125,7 @@ def test_parts_and_seal_make_the_folder_of_one_run(run: Callable[..., Said]) -> 
     assert prepared.contents(Path("out")) == prepared.contents(Path("one"))
 
 
-def test_a_part_and_a_seal_say_the_same_to_programs(run: Callable[..., Said]) -> None:
+def test_a_part_and_a_seal_say_the_same_to_programs(run: CommandLine) -> None:
     first = run("convert", "model", "out", *SIZES, "--part", "1/2", "--json").json
     assert first["schema"] == "aiter-prep/part/1"
     assert (first["part"], first["parts"]) == (1, 2)
@@ -165,12 +141,12 @@ def test_a_part_and_a_seal_say_the_same_to_programs(run: Callable[..., Said]) ->
     assert {s["file"] for s in sealed["shards"]} == {p.name for p in Path("out").glob("model-*")}
 
 
-def test_a_part_that_was_there_says_so(run: Callable[..., Said]) -> None:
+def test_a_part_that_was_there_says_so(run: CommandLine) -> None:
     run("convert", "model", "out", *SIZES, "--part", "1/1")
     assert "kept" in run("convert", "model", "out", *SIZES, "--part", "1/1").out
 
 
-def test_a_source_elsewhere_can_be_named(run: Callable[..., Said]) -> None:
+def test_a_source_elsewhere_can_be_named(run: CommandLine) -> None:
     run("convert", "model", "out", *SIZES, "--part", "1/1")
     Path("moved").mkdir()
     Path("model").rename("moved/model")
@@ -187,16 +163,14 @@ def test_a_source_elsewhere_can_be_named(run: Callable[..., Said]) -> None:
         (("--part", "auto"), "neither SLURM_ARRAY_TASK_ID nor JOB_COMPLETION_INDEX is set"),
     ],
 )
-def test_a_wrong_part_is_refused(
-    flags: tuple[str, ...], message: str, run: Callable[..., Said]
-) -> None:
+def test_a_wrong_part_is_refused(flags: tuple[str, ...], message: str, run: CommandLine) -> None:
     said = run("convert", "model", "out", *SIZES, *flags)
     assert said.code == 2
     assert message in said.err
     assert not Path("out").exists()
 
 
-def test_a_part_goes_into_no_prepared_folder(run: Callable[..., Said]) -> None:
+def test_a_part_goes_into_no_prepared_folder(run: CommandLine) -> None:
     run("convert", "model", "out", *SIZES)
     before = prepared.stamps(Path("out"))
     said = run("convert", "model", "out", *SIZES, "--part", "1/2")
@@ -208,7 +182,7 @@ def test_a_part_goes_into_no_prepared_folder(run: Callable[..., Said]) -> None:
 # --- only if needed -----------------------------------------------------------------------------
 
 
-def test_what_is_there_already_is_left_alone(run: Callable[..., Said]) -> None:
+def test_what_is_there_already_is_left_alone(run: CommandLine) -> None:
     assert run("convert", "model", "out", *SIZES, "--if-needed").code == 0
     before = prepared.stamps(Path("out"))
     said = run("convert", "model", "out", *SIZES, "--if-needed")
@@ -222,7 +196,7 @@ def test_what_is_there_already_is_left_alone(run: Callable[..., Said]) -> None:
     assert prepared.stamps(Path("out")) == before
 
 
-def test_another_conversion_is_refused_or_replaced(run: Callable[..., Said]) -> None:
+def test_another_conversion_is_refused_or_replaced(run: CommandLine) -> None:
     assert run("convert", "model", "out", *SIZES, "--if-needed").code == 0
     before = prepared.stamps(Path("out"))
     other = ("convert", "model", "out", "--tp", "1", "--gfx", "gfx950", "--if-needed")
@@ -238,9 +212,7 @@ def test_another_conversion_is_refused_or_replaced(run: Callable[..., Said]) -> 
 
 
 @pytest.mark.parametrize("what", ["a shard is missing", "a shard is short", "the manifest is cut"])
-def test_a_damaged_folder_is_not_taken_for_what_is_needed(
-    what: str, run: Callable[..., Said]
-) -> None:
+def test_a_damaged_folder_is_not_taken_for_what_is_needed(what: str, run: CommandLine) -> None:
     run("convert", "model", "out", *SIZES)
     path = min(Path("out").glob("model-rank-*"))
     if what == "the manifest is cut":
@@ -252,7 +224,7 @@ def test_a_damaged_folder_is_not_taken_for_what_is_needed(
     assert run("convert", "model", "out", *SIZES, "--if-needed").code == 12
 
 
-def test_an_unfinished_folder_is_what_the_other_flags_make_of_it(run: Callable[..., Said]) -> None:
+def test_an_unfinished_folder_is_what_the_other_flags_make_of_it(run: CommandLine) -> None:
     run("convert", "model", "out", *SIZES, "--part", "1/2")
     said = run("convert", "model", "out", *SIZES, "--if-needed")
     assert said.code == 12

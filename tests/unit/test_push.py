@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,13 @@ from aiter_prep.inspection.prepared import PreparedInspection, inspect_prepared
 from aiter_prep.publication import card as cards
 from aiter_prep.publication import check_place, default_branch
 from aiter_prep.verification import verify
-from hub_server import REPO, Client, Commit, HubServer, Repository, serving
+from hub_server import REPO, Client, Commit, HubServer, Repository
 from prepared import MANIFEST, prepare
 from support import fixture
 
 TARGET = "some-org/prepared-model"
 BRANCH = "aiter-tp2-gfx950"
 Push = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with serving() as state:
-        yield state
-
-
-@pytest.fixture(scope="module")
-def client(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    running = Client(hub, tmp_path_factory.mktemp("home"))
-    yield running
-    running.close()
 
 
 @pytest.fixture

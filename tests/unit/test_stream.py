@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,23 +19,10 @@ from aiter_prep.errors import BadSource, InvalidUsage
 from aiter_prep.manifest import read_manifest
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.storage.supply import Promise, ShardSupply
-from hub_server import REPO, Client, HubServer, serving, sha256_of
+from hub_server import REPO, Client, HubServer, sha256_of
 from prepared import prepare
 
 SCRATCH = ".out.aiter_prep.source.partial"
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with serving() as state:
-        yield state
-
-
-@pytest.fixture(scope="module")
-def client(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    running = Client(hub, tmp_path_factory.mktemp("home"))
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")
