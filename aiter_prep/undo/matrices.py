@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from aiter_prep.layouts.conversions import Conversion
     from aiter_prep.layouts.packing import Packing
+    from aiter_prep.layouts.permutation import Layout
     from aiter_prep.manifest import Manifest, SourceSlice, TensorRecord
     from aiter_prep.storage.buffers import ByteArray
     from aiter_prep.storage.header import TensorInfo
@@ -105,6 +106,7 @@ class Undoer:
 
     def __init__(self, folder: Path, manifest: Manifest, reader: FolderReader) -> None:
         self._manifest = manifest
+        self._layouts: dict[str, Layout] = {}
         self._reader = reader
         try:
             headers = [read_header(folder / shard.file) for shard in manifest.shards]
@@ -181,7 +183,7 @@ class Undoer:
                         f"`{record.name}`: rank {record.rank} disagrees with another rank on "
                         f"`{tensor_name(record, item, expert)}`",
                     )
-            pad_byte = self._manifest.layout(record.layout or "").pad_byte
+            pad_byte = self._layout(record).pad_byte
             wrong = _count_bad_padding(record, logical, pad_byte)
             if wrong:
                 yield BadPadding(record, expert, wrong)
@@ -209,7 +211,14 @@ class Undoer:
         digest.update(stored)
         if packing is not None:
             stored = packing.inverse(stored)
-        return self._manifest.layout(record.layout or "").invert(stored.reshape(rows, row_bytes))
+        return self._layout(record).invert(stored.reshape(rows, row_bytes))
+
+    def _layout(self, record: TensorRecord) -> Layout:
+        """Return a tensor's layout; the manifest would make it anew for every expert."""
+        name = record.layout or ""
+        if name not in self._layouts:
+            self._layouts[name] = self._manifest.layout(name)
+        return self._layouts[name]
 
     def _bad_tail(self, record: TensorRecord, digest: Digest) -> BadPadding | None:
         """Check the padding behind the last expert of a folded tensor."""
@@ -220,7 +229,7 @@ class Undoer:
         tail = np.empty(info.total_bytes - filled, np.uint8)
         self._reader.read_into(info.file, info.start + filled, tail)
         digest.update(tail)
-        pad_byte = self._manifest.layout(record.layout or "").pad_byte
+        pad_byte = self._layout(record).pad_byte
         wrong = int(np.count_nonzero(tail != pad_byte))
         return BadPadding(record, None, wrong) if wrong else None
 
