@@ -20,9 +20,9 @@ from aiter_prep.errors import (
     InvalidUsage,
     OutputNotEmpty,
 )
-from aiter_prep.execution import Progress
 from aiter_prep.families.blocks import natural_key
 from aiter_prep.manifest import read_manifest
+from aiter_prep.progress import Progress
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import CONFIG_FILE, INDEX_FILE, METHOD, SINGLE_FILE
 from aiter_prep.storage.digest import Digest, digest_of

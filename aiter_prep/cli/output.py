@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from aiter_prep.cli.log import Log
-    from aiter_prep.execution import Progress
+    from aiter_prep.progress import Progress
 
     # pieces of a line, each with the colour behind it
     Styled: TypeAlias = Sequence[tuple[str, tuple[int, int, int] | None]]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from aiter_prep.execution import Progress
+    from aiter_prep.progress import Progress
 
     Update: TypeAlias = Callable[[Progress], None]
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from aiter_prep.cli.convert_flags import Request
-    from aiter_prep.execution import Progress
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan
+    from aiter_prep.progress import Progress
 
 ENGINES = ("local", "ray")
 

@@ -16,11 +16,11 @@ from aiter_prep.backends.table import Backend, choose_backend
 from aiter_prep.errors import AiterPrepError, DataMismatch
 from aiter_prep.execution.bundles import Bundle, bundles_of, divided, shared_out
 from aiter_prep.execution.fingerprint import code_digest
-from aiter_prep.execution.progress import Progress
 from aiter_prep.execution.record import shard_digest
 from aiter_prep.execution.run import layouts_of
 from aiter_prep.execution.sealing import seal_conversion
 from aiter_prep.execution.sharing import Conversion, Share, shared_conversion, write_bundles
+from aiter_prep.progress import Progress
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.parts import PartsFolder, check_room_for_parts
 from aiter_prep.storage.threads import checked_workers

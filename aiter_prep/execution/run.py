@@ -13,11 +13,11 @@ from aiter_prep.backends.table import Backend, choose_backend
 from aiter_prep.errors import AiterPrepError, InvalidUsage
 from aiter_prep.execution.fingerprint import fingerprint_of
 from aiter_prep.execution.jobs import Context, copy_tensors, run_block
-from aiter_prep.execution.progress import Board
 from aiter_prep.execution.record import created_by, manifest_of, wrapped_config
 from aiter_prep.execution.shardset import ShardSet
 from aiter_prep.execution.source import check_source_unchanged, read_small_file
 from aiter_prep.execution.supplied import Job, supplied
+from aiter_prep.progress import Board
 from aiter_prep.storage.checkpoint import CONFIG_FILE
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder
@@ -28,10 +28,10 @@ from aiter_prep.storage.threads import checked_workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from aiter_prep.execution.progress import Progress
     from aiter_prep.execution.sink import Sink
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan.make import Plan
+    from aiter_prep.progress import Progress
     from aiter_prep.storage.header import TensorInfo
 
 COPY_JOB_BYTES = 256 * 1024 * 1024

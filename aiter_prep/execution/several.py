@@ -33,11 +33,11 @@ from aiter_prep.storage.threads import checked_workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aiter_prep.execution.progress import Progress
     from aiter_prep.execution.sink import Sink
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan.make import BlockPlan, Plan
     from aiter_prep.plan.steps import Stack
+    from aiter_prep.progress import Progress
     from aiter_prep.storage.buffers import Bytes
     from aiter_prep.storage.output import Written
 

@@ -23,9 +23,9 @@ from aiter_prep.storage.threads import checked_workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from aiter_prep.execution.progress import Progress
     from aiter_prep.plan.make import Plan
     from aiter_prep.plan.shards import Shard
+    from aiter_prep.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from aiter_prep.verification import verify
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiter_prep.execution import Progress
     from aiter_prep.inspection.prepared import PreparedInspection
+    from aiter_prep.progress import Progress
 
 CARDS = ("write", "leave", "replace")
 MAX_CARD_BYTES = 10_000_000

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from aiter_prep.errors import Interrupted
-from aiter_prep.execution import Progress
+from aiter_prep.progress import Progress
 from aiter_prep.storage.threads import spread
 from aiter_prep.verification.report import Problem, Report
 

@@ -16,8 +16,8 @@ import pytest
 
 import tiny
 from aiter_prep.errors import AiterPrepError, DataMismatch
-from aiter_prep.execution import Progress
 from aiter_prep.inspection import inspect_path
+from aiter_prep.progress import Progress
 from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
 from aiter_prep.verification import Problem, verify

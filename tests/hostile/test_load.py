@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import tiny
-from aiter_prep.execution import Progress, execute
+from aiter_prep.execution import execute
+from aiter_prep.progress import Progress
 from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.verification import verify

@@ -22,7 +22,8 @@ import pytest
 
 import tiny
 from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch, InvalidUsage, OutputNotEmpty
-from aiter_prep.execution import Progress, execute
+from aiter_prep.execution import execute
+from aiter_prep.progress import Progress
 from aiter_prep.restoration import restore
 from aiter_prep.storage.output import OutputFolder, ShardFile, Written, is_unfinished
 from aiter_prep.storage.shard import ShardLayout, lay_out_shard

@@ -26,8 +26,8 @@ from aiter_prep.cli.progress import (
     Objects,
     showing,
 )
-from aiter_prep.execution import Doing, Progress, execute
-from aiter_prep.execution.progress import Board
+from aiter_prep.execution import execute
+from aiter_prep.progress import Board, Doing, Progress
 from prepared import plan_of
 
 HALF = Progress(
