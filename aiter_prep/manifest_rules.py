@@ -6,9 +6,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import NoRule
-from aiter_prep.layouts.conversions import CONVERSIONS
-from aiter_prep.layouts.merges import MERGES
-from aiter_prep.layouts.packing import PACKINGS
 from aiter_prep.layouts.permutation import REST
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, is_plain_name
 from aiter_prep.storage.dtypes import bytes_of, width_of
@@ -17,8 +14,10 @@ from aiter_prep.storage.header import MAX_AXES, MAX_FILE_BYTES, is_sound_name
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
+    from aiter_prep.layouts.conversions import Conversion
+    from aiter_prep.layouts.packing import Packing
     from aiter_prep.layouts.permutation import Layout
     from aiter_prep.manifest import Manifest, ShardRecord, SourceSlice, TensorRecord
 
@@ -54,6 +53,28 @@ def check_manifest(manifest: Manifest) -> None:
         _Tensor(manifest, record).check(shards.get(record.file), layouts)
     _check_sources(manifest)
     _require(all(is_sound_name(e["name"]) for e in manifest.skipped), "a name of `skipped`")
+
+
+# Tables of functions over numpy's arrays: most manifests name nothing of them, and are read in less
+# time than it takes to import numpy.
+
+
+def _merges() -> Mapping[str, object]:
+    from aiter_prep.layouts.merges import MERGES
+
+    return MERGES
+
+
+def _packings() -> Mapping[str, Packing]:
+    from aiter_prep.layouts.packing import PACKINGS
+
+    return PACKINGS
+
+
+def _conversions() -> Mapping[str, Conversion]:
+    from aiter_prep.layouts.conversions import CONVERSIONS
+
+    return CONVERSIONS
 
 
 def _require(holds: bool, what: str) -> None:  # noqa: FBT001 - the very thing that is required
@@ -127,8 +148,8 @@ class _Tensor:
         assert record.matrix is not None
         assert record.experts is not None
         self._require(record.is_shuffled == layout.is_shuffled, "its flag")
-        self._known(record.merge, MERGES.keys())
-        self._known(record.packing, PACKINGS.keys())
+        self._known(record.merge, _merges)
+        self._known(record.packing, _packings)
         experts = range(*record.experts)
         self._require(0 < len(experts) <= MAX_EXPERTS and experts[-1] < MAX_EXPERTS, "its experts")
         self._check_matrix(layout, len(experts), total)
@@ -140,11 +161,11 @@ class _Tensor:
         if not holds:
             raise Contradiction(f"{self._what}: {what} cannot be")
 
-    def _known(self, name: str | None, table: Iterable[str]) -> None:
+    def _known(self, name: str | None, table: Callable[[], Mapping[str, object]]) -> None:
         """Check that a change of values is described, and one that this program can undo."""
         if name is not None:
             self._require(name in self._manifest.conversions, f"`{name}`, not described")
-            if name not in table:
+            if name not in table():
                 raise Contradiction(
                     f"{self._what}: `{name}` is not known to this version of aiter-prep"
                 )
@@ -166,7 +187,7 @@ class _Tensor:
             layout.radices(rows, row_bytes)
         except NoRule as fault:
             raise Contradiction(f"{self._what}: {fault.message}") from None
-        ratio = PACKINGS[self._record.packing].ratio if self._record.packing else 1
+        ratio = _packings()[self._record.packing].ratio if self._record.packing else 1
         unit = ratio * PACKED_BYTES if self._record.packing else 1
         self._require(rows * row_bytes % unit == 0, "its packing")
         stored = rows * row_bytes // ratio * experts
@@ -189,10 +210,10 @@ class _Tensor:
         self._require(item.row_bytes == prod(shape[1:]) * width_of(item.dtype), "bytes of a row")
         first, last = item.columns
         self._require(first < last <= item.row_bytes, "columns of a source")
-        self._known(item.conversion, CONVERSIONS.keys())
+        self._known(item.conversion, _conversions)
         width = last - first
         if item.conversion is not None:
-            conversion = CONVERSIONS[item.conversion]
+            conversion = _conversions()[item.conversion]
             self._require(width % conversion.source_bytes == 0, "columns of a source")
             width = width // conversion.source_bytes * conversion.stored_bytes
         self._require(width <= filled, "columns of a source")

@@ -3,6 +3,9 @@
 The row and the column of a byte are written as digits of a mixed radix, and the layout says in
 which order these digits make up the byte's place in storage. So applying, inverting and writing
 a part of a tensor straight into its place are the same few lines for every layout.
+
+numpy is imported where bytes are moved: a manifest describes layouts too, and to read one takes no
+tenth of a second for numpy.
 """
 
 from __future__ import annotations
@@ -11,20 +14,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from aiter_prep.errors import NoRule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
     import numpy.typing as npt
 
     from aiter_prep.storage.buffers import ByteArray
 
 REST = -1
 ATOM_BYTES = 16
-_WIDE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_WIDE = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Layout:
         Raises:
             NoRule: The rows or the columns do not fill whole tiles.
         """
-        stored = np.empty(matrix.shape, np.uint8)
+        stored = _empty(matrix.shape)
         self.apply_into(matrix, stored)
         return stored
 
@@ -97,7 +99,7 @@ class Layout:
         if self.keeps_atoms:
             self.place(stored, matrix, 0)
         else:
-            self._apply_by_tile(matrix, stored, np.empty_like(matrix) if work is None else work)
+            self._apply_by_tile(matrix, stored, _empty(matrix.shape) if work is None else work)
 
     def invert(self, stored: ByteArray) -> ByteArray:
         """Return the matrix whose stored bytes these are.
@@ -109,7 +111,7 @@ class Layout:
             NoRule: The rows or the columns do not fill whole tiles.
         """
         logical = self.logical_view(stored)
-        matrix = np.empty(logical.shape, np.uint8)
+        matrix = _empty(logical.shape)
         _copy(matrix, logical)
         return matrix.reshape(stored.shape)
 
@@ -139,6 +141,8 @@ class Layout:
 
         One copy of single bytes into their places would touch memory for every byte.
         """
+        import numpy as np
+
         radices = self.radices(*matrix.shape[-2:])
         digits = range(len(radices))
         outer = [d for d in digits if (*self.rows, *self.columns)[d] == REST]
@@ -261,4 +265,10 @@ def _copy(target: ByteArray, source: ByteArray) -> None:
 
 
 def _atoms(array: ByteArray) -> npt.NDArray[np.complex128]:
-    return array.view(np.complex128)
+    return array.view("c16")
+
+
+def _empty(shape: tuple[int, ...]) -> ByteArray:
+    import numpy as np
+
+    return np.empty(shape, np.uint8)

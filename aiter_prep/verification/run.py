@@ -12,13 +12,12 @@ from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
 from aiter_prep.storage.threads import checked_workers
 from aiter_prep.verification.findings import Findings
-from aiter_prep.verification.source import SourceCheck
 from aiter_prep.verification.stored import StoredCheck
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiter_prep.execution import Progress
+    from aiter_prep.progress import Progress
     from aiter_prep.storage.checkpoint import Checkpoint
     from aiter_prep.verification.report import Report
 
@@ -69,6 +68,8 @@ def verify(
     stored.files()
     stored.manifest_file()
     if source is not None and not findings.problems:
+        from aiter_prep.verification.source import SourceCheck  # and with it, all that plans
+
         SourceCheck(findings).against(source)
     stored.unchanged()
     return findings.report(stored.sha256)

@@ -13,8 +13,7 @@ from aiter_prep.storage.digest import Digest, digest_of, tree_digest
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import HUB_FILES, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.header import read_header
-from aiter_prep.storage.reader import CHUNK_BYTES, FolderReader, chunks
-from aiter_prep.storage.scratch import Scratch
+from aiter_prep.storage.reader import FolderReader, chunks
 from aiter_prep.verification.findings import problem_with
 from aiter_prep.verification.report import Problem
 
@@ -41,7 +40,6 @@ class StoredCheck:
         self._manifest: Manifest = findings.manifest
         self._with_sha256 = with_sha256
         self.sha256: dict[str, str] = {}
-        self._scratch = Scratch()
         self._stamps: dict[str, tuple[int, int, int] | None] = {}
 
     def names(self) -> None:
@@ -186,9 +184,8 @@ class StoredCheck:
         sha256: hashlib._Hash | None,
     ) -> Problem | None:
         digest = Digest()
-        buffer = self._scratch.take("read", (CHUNK_BYTES,))
         try:
-            for _, data in chunks(info, reader, buffer):
+            for _, data in chunks(info, reader):
                 digest.update(data)
                 if sha256 is not None:
                     sha256.update(data)
