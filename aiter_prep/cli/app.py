@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -10,18 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aiter_prep._version import __version__
-from aiter_prep.cli import (
-    convert,
-    demo,
-    env,
-    faults,
-    inspect,
-    layouts,
-    push,
-    restore,
-    seal,
-    verify,
-)
+from aiter_prep.cli import faults
 from aiter_prep.cli.flags import exit_codes
 from aiter_prep.cli.output import PROGRAM, Output
 from aiter_prep.cli.stopping import stopping
@@ -29,19 +19,18 @@ from aiter_prep.cli.stopping import stopping
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-COMMANDS = (
-    (convert.convert, exit_codes(10, 11, 12)),
-    (seal.seal, exit_codes(3, 10, 11, 12, code_3="parts are missing, or of another plan")),
-    (verify.verify, exit_codes(3, 10, 11, code_0="nothing is wrong")),
-    (inspect.inspect, exit_codes(3, 10, 11)),
-    (restore.restore, exit_codes(3, 11, 12)),
-    (push.push, exit_codes(3, 12)),
-    (env.env, exit_codes()),
-    (demo.demo, exit_codes(12)),
-)
-
-
-ORDER = ("convert", "seal", "verify", "inspect", "restore", "push", "layouts", "env", "demo")
+# Each in the module of its name, in the order of their use.
+COMMANDS = {
+    "convert": exit_codes(10, 11, 12),
+    "seal": exit_codes(3, 10, 11, 12, code_3="parts are missing, or of another plan"),
+    "verify": exit_codes(3, 10, 11, code_0="nothing is wrong"),
+    "inspect": exit_codes(3, 10, 11),
+    "restore": exit_codes(3, 11, 12),
+    "push": exit_codes(3, 12),
+    "layouts": exit_codes(),
+    "env": exit_codes(),
+    "demo": exit_codes(12),
+}
 
 
 def run(argv: Sequence[str], *, owns_process: bool) -> int:
@@ -82,7 +71,7 @@ def _rare_collections() -> Iterator[None]:
 
 def _run(output: Output) -> int:
     try:
-        command = typer.main.get_command(build())
+        command = typer.main.get_command(build(output.argv))
         code = command.main(
             args=list(output.argv), prog_name=PROGRAM, standalone_mode=False, obj=output
         )
@@ -106,11 +95,17 @@ class _InOrder(typer.core.TyperGroup):
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Return their names."""
-        return sorted(super().list_commands(ctx), key=ORDER.index)
+        return sorted(super().list_commands(ctx), key=[*COMMANDS].index)
 
 
-def build() -> typer.Typer:
-    """Return the application: every command with its flags."""
+def build(argv: Sequence[str]) -> typer.Typer:
+    """Return the application with the command that is called, or with all where none is named.
+
+    The flags of all commands take longer to build than most commands take to start.
+
+    Args:
+        argv: The arguments without the program's name.
+    """
     app = typer.Typer(
         cls=_InOrder,
         add_completion=False,
@@ -119,9 +114,12 @@ def build() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback(epilog=exit_codes(3, 10, 11, 12))(_root)
-    for function, epilog in COMMANDS:
-        app.command(epilog=epilog)(function)
-    app.add_typer(layouts.commands(), name="layouts")
+    for name in [word for word in argv[:1] if word in COMMANDS] or COMMANDS:
+        module = importlib.import_module(f"aiter_prep.cli.{name}")
+        if hasattr(module, "commands"):
+            app.add_typer(module.commands(), name=name)
+        else:
+            app.command(epilog=COMMANDS[name])(getattr(module, name))
     return app
 
 

@@ -27,8 +27,8 @@ from aiter_prep.cli import app, main, values, words
 from aiter_prep.cli.progress import SECONDS_BETWEEN_LINES, Lines
 from aiter_prep.demo import make_checkpoint
 from aiter_prep.errors import InvalidUsage
-from aiter_prep.execution import Progress
 from aiter_prep.inspection import inspect_path
+from aiter_prep.progress import Progress
 from command_line import CommandLine
 from support import fixture
 
@@ -96,6 +96,18 @@ def test_the_version_loads_no_slow_package() -> None:
 
 def test_the_commands_load_what_they_need_when_they_run() -> None:
     assert loaded_by("import aiter_prep.cli.app") <= {"typer"}
+
+
+def test_verify_reads_every_byte_without_numpy_or_a_planner(tmp_path: Path) -> None:
+    """It is to take little more time than reading the files, and both take a while to load."""
+    make_checkpoint(tmp_path / "model")
+    prepared.prepare(tmp_path / "model", tmp_path / "out", 2)
+    code = f"""
+from aiter_prep.cli import main
+assert main(['verify', {str(tmp_path / "out")!r}, '--quiet']) == 0
+assert 'aiter_prep.plan' not in sys.modules
+"""
+    assert loaded_by(code) == {"typer", "xxhash"}
 
 
 def test_the_package_loads_its_public_names_on_first_use() -> None:
@@ -951,7 +963,7 @@ def test_an_option_without_a_meaning_is_refused(
 
 def test_no_option_takes_its_name_from_its_placeholder() -> None:
     """Typer 0.27 calls an option without a name `--SOURCE` where that is its placeholder."""
-    application = app.build()
+    application = app.build([])
     groups = [group.typer_instance for group in application.registered_groups]
     callbacks = [
         command.callback

@@ -150,7 +150,7 @@ def test_files_that_are_named_exist() -> None:
 @cache
 def commands() -> dict[str, Any]:
     """The commands of the program, by name."""
-    group: Any = typer.main.get_command(app.build())
+    group: Any = typer.main.get_command(app.build([]))
     return dict(group.commands)
 
 
