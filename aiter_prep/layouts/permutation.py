@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import NoRule
 
@@ -96,7 +96,7 @@ class Layout:
         Raises:
             NoRule: The rows or the columns do not fill whole tiles.
         """
-        if self.keeps_atoms:
+        if self.keeps_atoms or not self._tiles_are_apart:
             self.place(stored, matrix, 0)
         else:
             self._apply_by_tile(matrix, stored, _empty(matrix.shape) if work is None else work)
@@ -110,10 +110,28 @@ class Layout:
         Raises:
             NoRule: The rows or the columns do not fill whole tiles.
         """
-        logical = self.logical_view(stored)
-        matrix = _empty(logical.shape)
-        _copy(matrix, logical)
-        return matrix.reshape(stored.shape)
+        matrix = _empty(stored.shape)
+        self.invert_into(stored, matrix)
+        return matrix
+
+    def invert_into(
+        self, stored: ByteArray, matrix: ByteArray, work: ByteArray | None = None
+    ) -> None:
+        """Write the matrix whose stored bytes these are into a buffer of the same shape.
+
+        Args:
+            stored: C-contiguous uint8 `[..., rows, columns]`.
+            matrix: Where to write; C-contiguous.
+            work: A buffer of the same shape to work in; fresh memory by default.
+
+        Raises:
+            NoRule: The rows or the columns do not fill whole tiles.
+        """
+        if self.keeps_atoms or not self._tiles_are_apart:
+            logical = self.logical_view(stored)
+            _copy(matrix.reshape(logical.shape), logical)
+        else:
+            self._invert_by_tile(stored, matrix, _empty(stored.shape) if work is None else work)
 
     def logical_view(self, stored: ByteArray) -> ByteArray:
         """Return stored bytes seen by their logical digits, without a copy.
@@ -131,10 +149,25 @@ class Layout:
         return stored.reshape(storage).transpose([*range(batch), *back])
 
     @property
+    def is_row_major(self) -> bool:
+        """Whether storage holds row after row."""
+        return self.order == tuple(range(len(self.order)))
+
+    @property
     def keeps_atoms(self) -> bool:
         """Whether 16 bytes that follow each other in a row still do so in storage."""
         last = len(self.order) - 1
         return self.order[-1] == last and self.columns[-1] in {REST, ATOM_BYTES}
+
+    @property
+    def _tiles_are_apart(self) -> bool:
+        """Whether a tile is one piece of storage, and its rows are runs of up to 8 bytes."""
+        whole = [digit for digit, radix in enumerate((*self.rows, *self.columns)) if radix == REST]
+        return (
+            sorted(self.order[: len(whole)]) == whole
+            and self.columns[0] == REST
+            and prod(self.columns[1:]) in _WIDE
+        )
 
     def _apply_by_tile(self, matrix: ByteArray, stored: ByteArray, work: ByteArray) -> None:
         """Gather whole tiles first, in wide elements, then permute the bytes of each.
@@ -143,27 +176,49 @@ class Layout:
         """
         import numpy as np
 
+        rows, gathered, within = self._tiling(matrix, work)
+        gathered[...] = rows
+        tiles = work.reshape(-1, within.size)
+        # mode="clip": numpy writes straight into `out`; every index is in range
+        np.take(tiles, within, 1, stored.reshape(tiles.shape), "clip")
+
+    def _invert_by_tile(self, stored: ByteArray, matrix: ByteArray, work: ByteArray) -> None:
+        """Permute the bytes of each tile back, then put its rows into theirs."""
+        import numpy as np
+
+        rows, gathered, within = self._tiling(matrix, work)
+        tiles = stored.reshape(-1, within.size)
+        np.take(tiles, np.argsort(within), 1, work.reshape(tiles.shape), "clip")
+        rows[...] = gathered
+
+    def _tiling(
+        self, matrix: ByteArray, work: ByteArray
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.intp]]:
+        """Return two views of wide elements, and the order of the bytes of a tile.
+
+        Returns:
+            A matrix tile by tile, each row of a tile one element; a buffer that holds it so; and
+            for each byte of a stored tile, which byte of such a gathered tile it is.
+        """
+        import numpy as np
+
         radices = self.radices(*matrix.shape[-2:])
-        digits = range(len(radices))
-        outer = [d for d in digits if (*self.rows, *self.columns)[d] == REST]
-        inner = [d for d in digits if d not in outer]
-        assert sorted(self.order[: len(outer)]) == outer, self.name
-        assert self.columns[0] == REST, self.name
-        run = prod(self.columns[1:])
-        wide = np.ascontiguousarray(matrix).view(_WIDE[run])
+        whole = [d for d, radix in enumerate((*self.rows, *self.columns)) if radix == REST]
+        inner = [d for d in range(len(radices)) if d not in whole]
+        element = _WIDE[prod(self.columns[1:])]
         last_row = len(self.rows)  # the one digit that is left of the column
         batch = matrix.ndim - 2
+        wide = matrix.view(element)
         shape = (*matrix.shape[:-2], *radices[:last_row], wide.shape[-1])
         inner_rows = [d for d in inner if d < last_row]
-        axes = [*range(batch), *(batch + d for d in (*self.order[: len(outer)], *inner_rows))]
-        gathered = wide.reshape(shape).transpose(axes)
-        work.reshape(-1).view(wide.dtype).reshape(gathered.shape)[...] = gathered
+        rows = wide.reshape(shape).transpose(
+            [*range(batch), *(batch + d for d in (*self.order[: len(whole)], *inner_rows))]
+        )
+        gathered = work.reshape(-1).view(element).reshape(rows.shape)
         inner_radices = [radices[d] for d in inner]
-        tiles = work.reshape(-1, prod(inner_radices))
-        within = np.arange(tiles.shape[1]).reshape(inner_radices)
-        within = within.transpose([inner.index(d) for d in self.order[len(outer) :]])
-        # mode="clip": numpy writes straight into `out`; every index is in range
-        np.take(tiles, within.reshape(-1), 1, stored.reshape(tiles.shape), "clip")
+        within = np.arange(prod(inner_radices)).reshape(inner_radices)
+        within = within.transpose([inner.index(d) for d in self.order[len(whole) :]])
+        return rows, gathered, within.reshape(-1)
 
     def place(self, stored: ByteArray, part: ByteArray, row: int, column: int = 0) -> None:
         """Write a part of the logical matrix into its place in storage.
@@ -186,10 +241,6 @@ class Layout:
                 target = view[(..., *row_run.index, *column_run.index)]
                 _copy(target, source.reshape(target.shape))
 
-    def take(self, stored: ByteArray, rows: tuple[int, int], columns: int) -> ByteArray:
-        """Return logical rows `[rows[0], rows[1])`, of `columns` bytes each, as a fresh matrix."""
-        return self.invert(stored)[..., rows[0] : rows[1], :columns]
-
     def radices(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the radices of a matrix of this size, `REST` filled in.
 
@@ -203,9 +254,6 @@ class Layout:
 
     def _columns(self, columns: int) -> tuple[int, ...]:
         return _fill(self.columns, columns, f"rows of {columns} bytes", self.name)
-
-    def _logical_shape(self, matrix: ByteArray) -> tuple[int, ...]:
-        return (*matrix.shape[:-2], *self.radices(*matrix.shape[-2:]))
 
 
 @dataclass(frozen=True, slots=True)
