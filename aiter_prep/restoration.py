@@ -212,7 +212,8 @@ class _Restoration:
                     f"{found.record.rank} is not as it was written",
                     "`aiter-prep verify` lists all that is damaged",
                 )
-            self._write(found.tensor.name, found.offset, found.matrix)
+            for (tensor, offset), matrix in zip(found.places, found.matrices, strict=True):
+                self._write(tensor.name, offset, matrix)
 
     def _copy(self, undoer: Undoer, record: TensorRecord, reader: FolderReader) -> None:
         info = undoer.info(record)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from aiter_prep.errors import AiterPrepError, DataMismatch
-from aiter_prep.layouts.conversions import conversion_named
-from aiter_prep.layouts.packing import packing_named
 from aiter_prep.storage.digest import Digest
 from aiter_prep.storage.dtypes import width_of
 from aiter_prep.storage.header import read_header
-from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.scratch import Scratch
 from aiter_prep.undo.records import (
     DamagedTensor,
     SourceTensor,
@@ -23,15 +21,25 @@ from aiter_prep.undo.records import (
     experts_of,
     tensor_name,
 )
+from aiter_prep.undo.slices import (
+    expert_bytes,
+    packing_of,
+    repeated_slices,
+    source_matrix,
+    source_offset,
+    source_part,
+    stored_matrix,
+    unlisted_loss,
+    wrong_padding,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
     from aiter_prep.layouts.conversions import Conversion
-    from aiter_prep.layouts.packing import Packing
     from aiter_prep.layouts.permutation import Layout
     from aiter_prep.manifest import Manifest, SourceSlice, TensorRecord
     from aiter_prep.storage.buffers import ByteArray
@@ -40,37 +48,39 @@ if TYPE_CHECKING:
 
 _Byte = TypeVar("_Byte", np.uint8, np.bool_)
 
+# What is undone in one go, unless one expert is larger: enough that Python's calls cost little, and
+# little enough that a rank's share is in the cache still when it is looked at again.
+SHARE_BYTES = 1024 * 1024
+WHOLE_BYTES = 16 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """One expert's matrix, put together from all ranks.
+    """Matrices of some experts, put together from all ranks; valid until the next are asked for.
 
     Attributes:
-        tensor: The source tensor that holds it.
-        expert: Global id.
-        offset: Byte of the tensor at which the matrix begins.
-        matrix: uint8 `[rows, row_bytes]`, as in the source but for what a conversion lost.
+        places: For each, the source tensor that holds it and the byte at which it begins there.
+        matrices: uint8 `[experts, rows, row_bytes]`, as in the source but for what a conversion
+            lost.
         lossy: The conversion that lost bytes which the manifest does not list, or None.
-        slices: What the matrix was put together from, and whose it is.
+        slices: What the matrices were put together from, and whose it is.
     """
 
-    tensor: SourceTensor
-    expert: int
-    offset: int
-    matrix: ByteArray
+    places: tuple[tuple[SourceTensor, int], ...]
+    matrices: ByteArray
     lossy: Conversion | None
     slices: tuple[tuple[TensorRecord, SourceSlice], ...]
 
     def holders_of(self, marks: npt.NDArray[np.bool_]) -> Iterator[tuple[TensorRecord, int]]:
-        """Yield the records that hold some bytes of the matrix, each with how many it holds.
+        """Yield the records that hold some bytes of a matrix, each with how many it holds.
 
         Args:
-            marks: Which bytes, in the shape of the matrix.
+            marks: Which bytes, in the shape of one matrix.
         """
         counts: dict[int | None, int] = defaultdict(int)
         records: dict[int | None, TensorRecord] = {}
         for record, item in self.slices:
-            turned = _turned(marks, width_of(item.dtype)) if item.transposed else marks
+            turned = _turned(marks[None], width_of(item.dtype))[0] if item.transposed else marks
             window = turned[slice(*item.rows), slice(*item.columns)]
             counts[record.rank] += int(np.count_nonzero(window))
             records[record.rank] = record
@@ -93,21 +103,30 @@ class BadPadding:
 
 
 class Undoer:
-    """Reads stored matrices back.
+    """Reads stored matrices back; safe to share between threads.
 
     Args:
         folder: The prepared folder.
         manifest: Its manifest.
         reader: A reader of that folder.
+        advance: Called with the number of stored bytes that were read.
 
     Raises:
         DataMismatch: A shard's header cannot be read.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, reader: FolderReader) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        reader: FolderReader,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._manifest = manifest
         self._layouts: dict[str, Layout] = {}
         self._reader = reader
+        self._advance = advance
+        self._scratch = Scratch()
         try:
             headers = [read_header(folder / shard.file) for shard in manifest.shards]
         except AiterPrepError as fault:
@@ -140,9 +159,16 @@ class Undoer:
         """
         digests = {record.rank: Digest() for record in stack.records}
         known: dict[tuple[int | None, ...], frozenset[tuple[int | None, int]]] = {}
-        for expert in sorted({e for record in stack.records for e in experts_of(record)}):
-            holders = tuple(r for r in stack.records if expert in experts_of(r))
-            yield from self._undo_expert(holders, expert, digests, known)
+        for holders, experts in _runs(stack):
+            ranks = tuple(record.rank for record in holders)
+            if ranks not in known:
+                for record in holders:
+                    self.info(record)  # so that no size is larger than what lies in the folder
+                known[ranks] = repeated_slices(holders)
+            at_once = _experts_at_once(holders)
+            for first in range(0, len(experts), at_once):
+                chunk = experts[first : first + at_once]
+                yield from self._undo_experts(holders, chunk, digests, known[ranks])
         for record in stack.records:
             if (bad := self._bad_tail(record, digests[record.rank])) is not None:
                 yield bad
@@ -153,65 +179,76 @@ class Undoer:
                     "than the manifest says",
                 )
 
-    def _undo_expert(
+    def _undo_experts(
         self,
-        holders: tuple[TensorRecord, ...],
-        expert: int,
+        holders: Sequence[TensorRecord],
+        experts: Sequence[int],
         digests: Mapping[int | None, Digest],
-        known: dict[tuple[int | None, ...], frozenset[tuple[int | None, int]]],
+        repeats: frozenset[tuple[int | None, int]],
     ) -> Iterator[Undone | BadPadding]:
-        ranks = tuple(record.rank for record in holders)
-        if ranks not in known:
-            for record in holders:
-                self.info(record)  # so that no size is larger than what lies in the folder
-            known[ranks] = _repeats(holders)
-        repeats = known[ranks]
-        lost = {record.rank: _lost_in(record, expert) for record in holders if record.lost}
-        matrices: dict[str, tuple[SourceSlice, ByteArray]] = {}
+        """Yield what some experts hold, whose stored matrices lie one behind the other."""
+        wholes: dict[str, tuple[SourceSlice, ByteArray]] = {}
         for record in holders:
-            logical = self._logical(record, expert, digests[record.rank])
+            first = experts_of(record).index(experts[0])
+            logical = self._logical(record, first, len(experts), digests[record.rank])
             for number, item in enumerate(record.source):
-                part = _part(record, item, logical, lost.get(record.rank, _NOWHERE))
-                if item.pattern not in matrices:
-                    matrices[item.pattern] = (item, np.empty(_matrix_shape(item), np.uint8))
-                window = matrices[item.pattern][1][slice(*item.rows), slice(*item.columns)]
+                part = source_part(record, item, logical, first)
+                if item.pattern not in wholes:
+                    shape = (len(experts), *source_matrix(item))
+                    wholes[item.pattern] = item, self._scratch.take(f"whole {len(wholes)}", shape)
+                window = wholes[item.pattern][1][:, slice(*item.rows), slice(*item.columns)]
                 if (record.rank, number) not in repeats:
                     window[...] = part
                 elif not np.array_equal(window, part):
+                    wrong = next(
+                        expert
+                        for expert, one, other in zip(experts, window, part, strict=True)
+                        if not np.array_equal(one, other)
+                    )
                     raise DamagedTensor(
                         record,
                         f"`{record.name}`: rank {record.rank} disagrees with another rank on "
-                        f"`{tensor_name(record, item, expert)}`",
+                        f"`{tensor_name(record, item, wrong)}`",
                     )
-            pad_byte = self._layout(record).pad_byte
-            wrong = _count_bad_padding(record, logical, pad_byte)
-            if wrong:
-                yield BadPadding(record, expert, wrong)
-        for item, matrix in matrices.values():
-            name = tensor_name(holders[0], item, expert)
-            tensor = SourceTensor(name, item.dtype, item.shape)
-            whole = _turned(matrix, width_of(item.dtype)) if item.transposed else matrix
+            counts = wrong_padding(record, logical, self._layout(record).pad_byte)
+            for expert, count in zip(experts, counts, strict=True):
+                if count:
+                    yield BadPadding(record, expert, count)
+        for item, whole in wholes.values():
+            places = tuple(
+                (
+                    SourceTensor(tensor_name(holders[0], item, expert), item.dtype, item.shape),
+                    source_offset(item, expert),
+                )
+                for expert in experts
+            )
             slices = tuple(
                 (record, part)
                 for record in holders
                 for part in record.source
                 if part.pattern == item.pattern
             )
-            offset = _offset(item, expert)
-            yield Undone(tensor, expert, offset, whole, _lossy(holders), slices)
+            turned = _turned(whole, width_of(item.dtype)) if item.transposed else whole
+            yield Undone(places, turned, unlisted_loss(holders), slices)
 
-    def _logical(self, record: TensorRecord, expert: int, digest: Digest) -> ByteArray:
-        """Return one expert's stored matrix with its layout undone: uint8 `[rows, row_bytes]`."""
-        rows, row_bytes, _ = _matrix(record)
-        packing = _packing(record)
-        stored = np.empty(_expert_bytes(record), np.uint8)
-        index = experts_of(record).index(expert)
+    def _logical(self, record: TensorRecord, first: int, count: int, digest: Digest) -> ByteArray:
+        """Return stored matrices with their layout undone: uint8 `[experts, rows, row_bytes]`."""
+        rows, row_bytes, _ = stored_matrix(record)
+        size = expert_bytes(record)
         info = self.info(record)
-        self._reader.read_into(info.file, info.start + index * stored.nbytes, stored)
+        stored = self._scratch.take("stored", (count, size))
+        self._reader.read_into(info.file, info.start + first * size, stored)
+        self._advance(stored.nbytes)
         digest.update(stored)
-        if packing is not None:
+        if (packing := packing_of(record)) is not None:
             stored = packing.inverse(stored)
-        return self._layout(record).invert(stored.reshape(rows, row_bytes))
+        shape = (count, rows, row_bytes)
+        layout = self._layout(record)
+        if layout.is_row_major:
+            return stored.reshape(shape)
+        logical, work = (self._scratch.take(name, shape) for name in ("logical", "work"))
+        layout.invert_into(stored.reshape(shape), logical, work)
+        return logical
 
     def _layout(self, record: TensorRecord) -> Layout:
         """Return a tensor's layout; the manifest would make it anew for every expert."""
@@ -223,159 +260,57 @@ class Undoer:
     def _bad_tail(self, record: TensorRecord, digest: Digest) -> BadPadding | None:
         """Check the padding behind the last expert of a folded tensor."""
         info = self.info(record)
-        filled = len(experts_of(record)) * _expert_bytes(record)
+        filled = len(experts_of(record)) * expert_bytes(record)
         if filled > info.total_bytes:
             raise DamagedTensor(record, f"`{record.name}` is too small for its experts")
         tail = np.empty(info.total_bytes - filled, np.uint8)
         self._reader.read_into(info.file, info.start + filled, tail)
+        self._advance(tail.nbytes)
         digest.update(tail)
         pad_byte = self._layout(record).pad_byte
         wrong = int(np.count_nonzero(tail != pad_byte))
         return BadPadding(record, None, wrong) if wrong else None
 
 
-_NOWHERE = np.empty((0, 2), np.int64)
+def _runs(stack: StackRecord) -> Iterator[tuple[tuple[TensorRecord, ...], list[int]]]:
+    """Split the experts of a stack into runs that the same ranks hold.
 
-
-def _part(
-    record: TensorRecord, item: SourceSlice, logical: ByteArray, lost: npt.NDArray[np.int64]
-) -> ByteArray:
-    """Return the source bytes of one slice of a stored matrix; `lost` are row and column."""
-    conversion = _conversion(item)
-    rows, width = len(range(*item.rows)), _stored_width(item)
-    part = logical[item.to_row : item.to_row + rows, :width]
-    if conversion is not None:
-        part = conversion.inverse(np.ascontiguousarray(part))
-    if record.lost is not None:
-        part = part.copy()
-        places = lost - np.array([item.to_row, 0])
-        inside = (places[:, 0] >= 0) & (places[:, 0] < rows) & (places[:, 1] < width)
-        part[tuple(places[inside].T)] = record.lost.source
-    return part
-
-
-def _lost_in(record: TensorRecord, expert: int) -> npt.NDArray[np.int64]:
-    """Return row and column of every listed lost byte in an expert's stored matrix."""
-    if record.lost is None or record.lost.positions is None:
-        return _NOWHERE
-    rows, row_bytes, _ = _matrix(record)
-    start = experts_of(record).index(expert) * rows * row_bytes
-    places = np.array(record.lost.positions, np.int64) - start
-    places = places[(places >= 0) & (places < rows * row_bytes)]
-    return np.stack(np.divmod(places, row_bytes), axis=1)
-
-
-def _lossy(records: Sequence[TensorRecord]) -> Conversion | None:
-    """Return the conversion that lost bytes which the manifest does not list, or None."""
-    for record in records:
-        if record.lost is not None and record.lost.positions is None:
-            return _conversion(record.source[0])
-    return None
-
-
-def _stored_width(item: SourceSlice) -> int:
-    """Return how many bytes of a stored row a slice fills."""
-    conversion = _conversion(item)
-    width = item.columns[1] - item.columns[0]
-    if conversion is None:
-        return width
-    return width // conversion.source_bytes * conversion.stored_bytes
-
-
-def _count_bad_padding(record: TensorRecord, whole: ByteArray, pad_byte: int) -> int:
-    """Return how many bytes outside the slices are not what padding consists of."""
-    filled_row_bytes = _matrix(record)[2]
-    logical, added = whole[:, :filled_row_bytes], whole[:, filled_row_bytes:]
-    wrong = int(np.count_nonzero(added != pad_byte))
-    fill = _fill_row(record, filled_row_bytes)
-    row = 0
-    for item in sorted(record.source, key=lambda item: item.to_row):
-        end = item.to_row + len(range(*item.rows))
-        if item.to_row < row or end > len(logical):
-            raise DataMismatch(f"the slices of `{record.name}` lie over each other")
-        wrong += int(np.count_nonzero(logical[row : item.to_row] != fill))
-        width = _stored_width(item)
-        wrong += int(np.count_nonzero(logical[item.to_row : end, width:] != fill[width:]))
-        row = end
-    return wrong + int(np.count_nonzero(logical[row:] != fill))
-
-
-def _fill_row(record: TensorRecord, row_bytes: int) -> ByteArray:
-    """Return a row of padding."""
-    element = np.frombuffer(bytes.fromhex(record.fill), np.uint8)
-    return np.resize(element, row_bytes)
-
-
-def _repeats(holders: tuple[TensorRecord, ...]) -> frozenset[tuple[int | None, int]]:
-    """Return which slices, by rank and number, repeat what an earlier rank holds.
-
-    Raises:
-        DataMismatch: The slices do not tile their source matrices.
+    Every rank's experts come in the order in which they are stored, those of a run one behind the
+    other: a run ends where one of its ranks holds the next expert with others.
     """
-    repeats: set[tuple[int | None, int]] = set()
-    patterns: dict[str, list[tuple[int | None, int, SourceSlice]]] = defaultdict(list)
-    for record in holders:
-        for number, item in enumerate(record.source):
-            patterns[item.pattern].append((record.rank, number, item))
-    for pattern, slices in patterns.items():
-        rows, row_bytes = _matrix_shape(slices[0][2])
-        if rows * row_bytes > sum(_area(item) for *_, item in slices):
-            raise DataMismatch(f"the ranks of the folder do not hold all of `{printable(pattern)}`")
-        edges = sorted({0, row_bytes, *(edge for *_, item in slices for edge in item.columns)})
-        covered = np.zeros((rows, len(edges) - 1), np.bool_)
-        for rank, number, item in slices:
-            columns = slice(edges.index(item.columns[0]), edges.index(item.columns[1]))
-            cells = covered[slice(*item.rows), columns]
-            if cells.all():
-                repeats.add((rank, number))
-            elif cells.any():
-                raise DataMismatch(f"ranks hold overlapping parts of `{pattern}`")
-            cells[...] = True
-        if edges[-1] != row_bytes or not covered.all():
-            raise DataMismatch(f"the ranks of the folder do not hold all of `{pattern}`")
-    return frozenset(repeats)
+    holders_of: dict[int, list[TensorRecord]] = defaultdict(list)
+    for record in stack.records:
+        for expert in experts_of(record):
+            holders_of[expert].append(record)
+    runs: dict[tuple[int | None, ...], tuple[tuple[TensorRecord, ...], list[int]]] = {}
+    run_of: dict[int | None, tuple[int | None, ...]] = {}
+    for expert in sorted(holders_of):
+        holders = tuple(holders_of[expert])
+        ranks = tuple(record.rank for record in holders)
+        for rank in ranks:
+            last = run_of.get(rank, ranks)
+            if last != ranks and last in runs:
+                yield runs.pop(last)
+            run_of[rank] = ranks
+        runs.setdefault(ranks, (holders, []))[1].append(expert)
+    yield from runs.values()
 
 
-def _area(item: SourceSlice) -> int:
-    """Return the bytes of a slice."""
-    return len(range(*item.rows)) * (item.columns[1] - item.columns[0])
+def _experts_at_once(holders: Sequence[TensorRecord]) -> int:
+    share = max(prod(stored_matrix(record)[:2]) for record in holders)
+    sources = {item.pattern: item for record in holders for item in record.source}
+    whole = sum(prod(source_matrix(item)) for item in sources.values())
+    return max(1, min(SHARE_BYTES // max(1, share), WHOLE_BYTES // max(1, whole)))
 
 
-def _matrix_shape(item: SourceSlice) -> tuple[int, int]:
-    """Return the rows and bytes per row of an expert's source matrix."""
-    shape = item.shape[1:] if item.fused else item.shape
-    if item.transposed:
-        shape = shape[::-1]
-    return (shape[0] if shape else 1), item.row_bytes
+def _turned(matrices: npt.NDArray[_Byte], width: int) -> npt.NDArray[_Byte]:
+    """Return matrices of elements of `width` bytes as `[columns, rows]`; twice is as before.
 
-
-def _matrix(record: TensorRecord) -> tuple[int, int, int]:
-    if record.matrix is None:
-        raise DataMismatch(f"the manifest names no matrix for `{record.name}`")
-    return record.matrix
-
-
-def _turned(matrix: npt.NDArray[_Byte], width: int) -> npt.NDArray[_Byte]:
-    """Return a matrix of elements of `width` bytes as `[columns, rows]`; twice is as before."""
-    rows, row_bytes = matrix.shape
-    elements = matrix.reshape(rows, row_bytes // width, width)
-    return np.ascontiguousarray(elements.transpose(1, 0, 2)).reshape(row_bytes // width, -1)
-
-
-def _offset(item: SourceSlice, expert: int) -> int:
-    return expert * prod(_matrix_shape(item)) if item.fused else 0
-
-
-def _conversion(item: SourceSlice) -> Conversion | None:
-    return None if item.conversion is None else conversion_named(item.conversion)
-
-
-def _packing(record: TensorRecord) -> Packing | None:
-    return None if record.packing is None else packing_named(record.packing)
-
-
-def _expert_bytes(record: TensorRecord) -> int:
-    """Return the stored bytes of one expert."""
-    rows, row_bytes, _ = _matrix(record)
-    packing = _packing(record)
-    return rows * row_bytes // (packing.ratio if packing else 1)
+    Args:
+        matrices: `[experts, rows, row_bytes]`.
+        width: Bytes of an element.
+    """
+    experts, rows, row_bytes = matrices.shape
+    elements = matrices.reshape(experts, rows, row_bytes // width, width)
+    turned = np.ascontiguousarray(elements.transpose(0, 2, 1, 3))
+    return turned.reshape(experts, row_bytes // width, -1)

@@ -64,10 +64,13 @@ def verify(
     findings = Findings(folder, manifest, total, checked_workers(workers), progress)
     stored = StoredCheck(findings, with_sha256=sha256)
     stored.names()
-    stored.shards(quick=quick)
+    stored.headers()
     stored.files()
     stored.manifest_file()
-    if source is not None and not findings.problems:
+    is_left = source is not None and not sha256 and not findings.problems
+    if not quick:
+        stored.data(only_lossy=is_left)
+    if source is not None and (is_left or not findings.problems):
         from aiter_prep.verification.source import SourceCheck  # and with it, all that plans
 
         SourceCheck(findings).against(source)

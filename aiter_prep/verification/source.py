@@ -16,6 +16,7 @@ from aiter_prep.execution.jobs import Context, run_block
 from aiter_prep.execution.record import differing_fields, plan_arguments, wrapped_config
 from aiter_prep.plan import make_plan
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE, MAX_JSON_BYTES
+from aiter_prep.storage.digest import Digest
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import MAX_SMALL_FILE_BYTES, small_files
 from aiter_prep.storage.reader import CHUNK_BYTES, FolderReader, chunks
@@ -66,7 +67,7 @@ class SourceCheck:
         require_all_ranks(self._manifest, "--source")
         self._compare_names(source)
         with FolderReader(self._folder) as stored, FolderReader(source.folder) as reader:
-            undoer = Undoer(self._folder, self._manifest, stored)
+            undoer = Undoer(self._folder, self._manifest, stored, self._findings.advance)
             self._findings.spread(
                 lambda stack: list(self._compare_stack(undoer, stack, source, reader)),
                 stacks_of(self._manifest),
@@ -193,25 +194,35 @@ class SourceCheck:
     def _compare(
         self, found: Undone, source: Checkpoint, reader: FolderReader, record: TensorRecord
     ) -> Iterator[Problem]:
-        """Compare one expert's matrix with the source."""
-        info = source.tensors.get(found.tensor.name)
-        if info is None:
-            return
-        if (info.dtype, info.shape) != (found.tensor.dtype, found.tensor.shape):
-            what = f"`{info.name}` of the source is another tensor"
-            yield problem_with(record.file, what, record)
-            return
-        original = self._scratch.take("original", found.matrix.shape)
-        reader.read_into(info.file, info.start + found.offset, original)
-        self._findings.advance(original.nbytes)
-        normal = original if found.lossy is None else found.lossy.normal(original)
-        lost = 0 if normal is original else int(np.count_nonzero(normal != original))
+        """Compare the matrices of some experts with the source."""
+        kept: list[int] = []
+        starts: list[tuple[str, int]] = []
+        for index, (tensor, offset) in enumerate(found.places):
+            info = source.tensors.get(tensor.name)
+            if info is None:
+                continue  # that was said when the names were compared
+            if (info.dtype, info.shape) != (tensor.dtype, tensor.shape):
+                what = f"`{tensor.name}` of the source is another tensor"
+                yield problem_with(record.file, what, record)
+                continue
+            kept.append(index)
+            starts.append((info.file, info.start + offset))
+        ours = found.matrices if len(kept) == len(found.matrices) else found.matrices[kept]
+        theirs = self._scratch.take("theirs", ours.shape)
+        reader.read_all([(*start, one) for start, one in zip(starts, theirs, strict=True)])
+        self._findings.advance(theirs.nbytes)
+        normal = theirs if found.lossy is None else found.lossy.normal(theirs)
+        lost = 0 if normal is theirs else int(np.count_nonzero(normal != theirs))
+        names = [found.places[index][0].name for index in kept]
         with self._lock:
-            self._compared[info.name] += found.matrix.nbytes
+            for name, one in zip(names, ours, strict=True):
+                self._compared[name] += one.nbytes
             self._lost += lost
-        if not equal_bytes(found.matrix, normal):
-            for holder, count in found.holders_of(found.matrix != normal):
-                what = f"{count} bytes differ from `{info.name}` of the source"
+        if equal_bytes(ours, normal):
+            return
+        for name, one, other in zip(names, ours, normal, strict=True):
+            for holder, count in found.holders_of(one != other):
+                what = f"{count} bytes differ from `{name}` of the source"
                 yield problem_with(holder.file, what, holder)
 
     def _compare_common(
@@ -235,8 +246,12 @@ class SourceCheck:
             return
         ours, theirs = (self._scratch.take(name, (CHUNK_BYTES,)) for name in ("ours", "theirs"))
         pairs = zip(chunks(held, stored, ours), chunks(info, reader, theirs), strict=True)
+        digest, is_equal = Digest(), True
         for (_, one), (_, other) in pairs:
-            self._findings.advance(other.nbytes)
-            if not np.array_equal(one, other):
-                yield problem_with(record.file, "differs from the source", record)
-                return
+            self._findings.advance(one.nbytes + other.nbytes)
+            digest.update(one)
+            is_equal = is_equal and np.array_equal(one, other)
+        if digest.text() != record.digest:
+            yield problem_with(record.file, "has other bytes than the manifest says", record)
+        if not is_equal:
+            yield problem_with(record.file, "differs from the source", record)

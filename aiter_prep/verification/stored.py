@@ -40,6 +40,7 @@ class StoredCheck:
         self._manifest: Manifest = findings.manifest
         self._with_sha256 = with_sha256
         self.sha256: dict[str, str] = {}
+        self._sound: list[tuple[Header, dict[str, TensorRecord]]] = []
         self._stamps: dict[str, tuple[int, int, int] | None] = {}
 
     def names(self) -> None:
@@ -56,30 +57,36 @@ class StoredCheck:
         for name in sorted(found - promised):
             self._findings.add(name, "is not named by the manifest")
 
-    def shards(self, *, quick: bool) -> None:
-        """Check every shard: size, header, and each tensor's digest unless quick."""
+    def headers(self) -> None:
+        """Check every shard but for its data: size, header, names."""
         in_shard: dict[str, dict[str, TensorRecord]] = {s.file: {} for s in self._manifest.shards}
         for record in self._manifest.tensors:
             if record.file not in in_shard:
                 self._findings.add(record.file, "is named by a tensor, but not as a shard", record)
             else:
                 in_shard[record.file][record.name] = record
-        there = [
-            (shard, in_shard[shard.file])
-            for shard in self._manifest.shards
-            if os.path.lexists(self._folder / shard.file)  # a link to nowhere is damage, too
-        ]
-        headers = [(self._header(*pair), pair[1]) for pair in there]
-        if not quick:
-            with FolderReader(self._folder) as reader:
-                # a SHA-256 takes the bytes of a file in order, so a thread takes a whole file
-                pieces = [
-                    (header, piece, records)
-                    for header, records in headers
-                    if header is not None
-                    for piece in ([header.tensors] if self._with_sha256 else _singles(header))
-                ]
-                self._findings.spread(lambda piece: self._data(reader, *piece), pieces)
+        for shard in self._manifest.shards:
+            if os.path.lexists(self._folder / shard.file):  # a link to nowhere is damage, too
+                header = self._header(shard, in_shard[shard.file])
+                if header is not None:
+                    self._sound.append((header, in_shard[shard.file]))
+
+    def data(self, *, only_lossy: bool = False) -> None:
+        """Check the digest of every tensor of the shards whose headers can be read.
+
+        Args:
+            only_lossy: Leave out those that are to be undone, which reads and digests them, too.
+        """
+        lossy = {(record.file, record.name) for record in self._manifest.lossy}
+        with FolderReader(self._folder) as reader:
+            # a SHA-256 takes the bytes of a file in order, so a thread takes a whole file
+            pieces = [
+                (header, piece, records)
+                for header, records in self._sound
+                for piece in ([header.tensors] if self._with_sha256 else _singles(header))
+                if not only_lossy or (header.file, piece[0].name) in lossy
+            ]
+            self._findings.spread(lambda piece: self._data(reader, *piece), pieces)
 
     def files(self) -> None:
         """Check the files beside the shards."""
