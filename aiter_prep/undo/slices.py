@@ -119,7 +119,8 @@ def wrong_padding(record: TensorRecord, matrices: ByteArray, pad_byte: int) -> l
         DataMismatch: The slices lie over each other.
     """
     _, row_bytes, filled = stored_matrix(record)
-    fill = np.resize(np.frombuffer(bytes.fromhex(record.fill), np.uint8), filled)
+    element = bytes.fromhex(record.fill)
+    fill = np.frombuffer((element * (filled // len(element) + 1))[:filled], np.uint8)
     wrong = np.zeros(len(matrices), np.int64)
 
     def count(part: ByteArray, wanted: ByteArray | int) -> None:
