@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,12 +26,15 @@ from aiter_prep.cli.flags import (
     output_of,
 )
 from aiter_prep.cli.part import chosen_backend, read_part, write_part
-from aiter_prep.cli.push import push_body, push_lines, run_push
+from aiter_prep.cli.push import check_push, push_converted
 from aiter_prep.cli.values import given, parse_ranks, parse_size, read_sharing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from aiter_prep.cli.output import Output
     from aiter_prep.cli.values import Sharing
+    from aiter_prep.execution import Part
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan import Plan
     from aiter_prep.storage.checkpoint import Checkpoint
@@ -111,31 +115,61 @@ def convert(
         private=private,
     )
     if len(request.sharings) > 1:
-        several.refuse_what_is_not_for_several(request, dry_run=dry_run)
+        several.refuse_what_is_not_for_several(request)
+    if dry_run:
+        _dry_run(output, request)
+    elif len(request.sharings) > 1:
         _convert_several(output, request)
     else:
-        (_dry_run if dry_run else _convert)(output, request)
+        _convert(output, request)
 
 
 def _dry_run(output: Output, request: Request) -> None:
     place = _place(output, request)
     with TemporaryDirectory(prefix="aiter-prep-") as scratch:
-        plan = _plan(output, request, place.gfx, Path(scratch))
-    plan_words.show(output, plan, place.out, resume=request.resume, overwrite=request.overwrite)
+        plans = _plans(output, request, place, Path(scratch))
+    plan_words.show(output, plans, resume=request.resume, overwrite=request.overwrite)
     output.next_command("write it with", *(word for word in output.argv if word != "--dry-run"))
 
 
 def _convert(output: Output, request: Request) -> None:
-    from aiter_prep.storage.remote import scratch_folder
-
     place = _place(output, request)
     is_on_ray = ray.is_asked_for(request, place.out)
     part = read_part(output, request, place.out)
     if not request.if_needed:
         _check_room(place.out, request)
     if request.push is not None:
-        _check_push(output, request.push, request)
-    plan = _plan(output, request, place.gfx, scratch_folder(place.out))
+        check_push(output, request.push, private=request.private)
+    with _scratch(place.out, is_shared=part is not None) as scratch:
+        (plan,) = _plans(output, request, place, scratch).values()
+        _carry_out(output, request, plan, place, part, is_on_ray=is_on_ray)
+
+
+@contextmanager
+def _scratch(out: Path, *, is_shared: bool) -> Iterator[Path]:
+    """Have a place for what is fetched of a source elsewhere.
+
+    What one run has fetched stays beside the folder until it is done, for `--resume`. Processes
+    that share a conversion read headers and small files for themselves alone.
+    """
+    from aiter_prep.storage.remote import scratch_folder
+
+    if not is_shared:
+        yield scratch_folder(out)
+        return
+    with TemporaryDirectory(prefix="aiter-prep-") as folder:
+        yield Path(folder)
+
+
+def _carry_out(
+    output: Output,
+    request: Request,
+    plan: Plan,
+    place: _Place,
+    part: Part | None,
+    *,
+    is_on_ray: bool,
+) -> None:
     if request.if_needed:
         manifest = needed.held(output, plan, place.out, overwrite=request.overwrite)
         if manifest is not None:
@@ -197,14 +231,16 @@ def _say_done(
     if output.verbose:
         output.lines(*plan_words.shard_lines(plan))
     body = plan_words.done_body(plan, out, manifest, seconds)
-    pushed = None if request.push is None else _push(output, request.push, request, out)
+    pushed = push_converted(output, out, request.push, private=request.private)
     output.document(SCHEMA, {**body, "pushed": pushed})
     output.next_command("prove it with", "verify", str(out))
 
 
 def _say_held(output: Output, request: Request, plan: Plan, out: Path, manifest: Manifest) -> None:
+    if plan.checkpoint.remote is not None:
+        plan.checkpoint.remote.clear()
     body = plan_words.done_body(plan, out, manifest, 0.0, was_needed=False)
-    pushed = None if request.push is None else _push(output, request.push, request, out)
+    pushed = push_converted(output, out, request.push, private=request.private)
     output.document(SCHEMA, {**body, "pushed": pushed})
 
 
@@ -212,12 +248,11 @@ def _convert_several(output: Output, request: Request) -> None:
     from aiter_prep.storage.remote import scratch_folder
 
     place = _place(output, request)
-    folders = {place.out / sharing.label: sharing for sharing in request.sharings}
     if not request.if_needed:
-        for out in folders:
+        for out in place.folders:
             several.check_room(out, request)
-    checkpoint = _source(output, request, scratch_folder(place.out))
-    plans = {out: _planned(checkpoint, request, s, place.gfx) for out, s in folders.items()}
+    several.check_pushes(output, request)
+    plans = _plans(output, request, place, scratch_folder(place.out))
     held: dict[Path, Manifest] = {}
     for out, plan in plans.items():
         if request.if_needed:
@@ -232,30 +267,20 @@ def _convert_several(output: Output, request: Request) -> None:
     several.convert(output, request, plans, held)
 
 
-def _check_push(output: Output, repo_id: str, request: Request) -> None:
-    """Find out whether a push would be taken, before the conversion takes its time."""
-    from aiter_prep.publication import check_place, open_place
-    from aiter_prep.storage.object_store import ObjectFolder, is_store_url
-
-    check_place(repo_id)
-    if is_store_url(repo_id):
-        ObjectFolder(repo_id).list()
-    else:
-        open_place(repo_id, private=request.private, quiet=output.quiet)
-
-
-def _push(output: Output, repo_id: str, request: Request, out: Path) -> dict[str, Any]:
-    done = run_push(output, out, repo_id, private=request.private)
-    output.lines(*push_lines(done, out))
-    return push_body(done)
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What is known before the source is looked at: for which chip, and into which folder."""
+    """What is known before the source is looked at.
+
+    Attributes:
+        gfx: The chip.
+        out: The folder that was named, or is named after the source.
+        folders: The folders to write, and how the ranks of each share the experts: `out` alone, or
+            some in it.
+    """
 
     gfx: str
     out: Path
+    folders: Mapping[Path, Sharing]
 
 
 def _place(output: Output, request: Request) -> _Place:
@@ -266,13 +291,18 @@ def _place(output: Output, request: Request) -> _Place:
     target = target_named(request.target)
     gfx = request.gfx or _default_chip(output, target.chips)
     target.check_chip(gfx)
-    labels = [s.label for s in request.sharings] if len(request.sharings) == 1 else []
+    is_single = len(request.sharings) == 1
+    labels = [s.label for s in request.sharings] if is_single else []
     name = "-".join([name_of(request.source), target.name, *labels, gfx])
-    return _Place(gfx, request.out or Path(name))
+    out = request.out or Path(name)
+    folders = {out if is_single else out / s.label: s for s in request.sharings}
+    return _Place(gfx, out, folders)
 
 
-def _plan(output: Output, request: Request, gfx: str, scratch: Path) -> Plan:
-    return _planned(_source(output, request, scratch), request, request.sharings[0], gfx)
+def _plans(output: Output, request: Request, place: _Place, scratch: Path) -> dict[Path, Plan]:
+    """Return the plan for each folder, all of one source that is opened once."""
+    checkpoint = _source(output, request, scratch)
+    return {o: _planned(checkpoint, request, s, place.gfx) for o, s in place.folders.items()}
 
 
 def _planned(checkpoint: Checkpoint, request: Request, sharing: Sharing, gfx: str) -> Plan:

@@ -212,7 +212,7 @@ StreamDisk: TypeAlias = Annotated[
         "--stream-disk",
         envvar="AITER_PREP_STREAM_DISK",
         metavar="SIZE",
-        help="Most of the source that lies on the disk at a time; 50GB by default.",
+        help="Most of the source that a process has on the disk at a time; 50GB by default.",
     ),
 ]
 Push: TypeAlias = Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiter_prep.cli import words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from aiter_prep.cli.output import Output
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from aiter_prep.plan import Plan
 
 SCHEMA = "aiter-prep/plan/1"
+SEVERAL_SCHEMA = "aiter-prep/plans/1"
 
 ROLE_WORDS = {
     "weight": "expert weights",
@@ -25,14 +26,22 @@ ROLE_WORDS = {
 }
 
 
-def show(output: Output, plan: Plan, out: Path, *, resume: bool, overwrite: bool) -> None:
-    """Print a plan, and what could keep it from being carried out."""
-    from aiter_prep.inspection import forecast_of_plan, obstacles
+def show(output: Output, plans: Mapping[Path, Plan], *, resume: bool, overwrite: bool) -> None:
+    """Print the plans for some folders, and what could keep them from being carried out."""
+    from aiter_prep.inspection import forecast_of_plan, needed_bytes, obstacles
 
-    forecast = forecast_of_plan(plan)
-    found = obstacles(plan, out, resume=resume, overwrite=overwrite)
-    output.lines(*_lines(plan, out, forecast, found))
-    output.document(SCHEMA, _body(plan, out, forecast, found))
+    bodies: list[dict[str, Any]] = []
+    beside_bytes = 0
+    for out, plan in plans.items():
+        forecast = forecast_of_plan(plan)
+        found = obstacles(plan, out, resume=resume, overwrite=overwrite, beside_bytes=beside_bytes)
+        beside_bytes += needed_bytes(plan, out, resume=resume)
+        output.lines(*_lines(plan, out, forecast, found))
+        bodies.append(_body(plan, out, forecast, found))
+    if len(bodies) == 1:
+        output.document(SCHEMA, bodies[0])
+    else:
+        output.document(SEVERAL_SCHEMA, {"plans": bodies})
 
 
 def ranks(numbers: tuple[int, ...]) -> str:

@@ -82,6 +82,36 @@ def run_push(output: Output, folder: Path, repo_id: str, **options: Any) -> Push
     return push(folder, repo_id, quiet=output.quiet, files=files, **options)
 
 
+def check_push(output: Output, repo_id: str, *, private: bool) -> None:
+    """Find out whether a push would be taken, before a conversion takes its time."""
+    from aiter_prep.publication import check_place, open_place
+    from aiter_prep.storage.object_store import ObjectFolder, is_store_url
+
+    check_place(repo_id)
+    if is_store_url(repo_id):
+        ObjectFolder(repo_id).list()
+    else:
+        open_place(repo_id, private=private, quiet=output.quiet)
+
+
+def place_beside(repo_id: str, label: str) -> str:
+    """Return where one of several folders is pushed: a store has folders, the Hub branches."""
+    from aiter_prep.storage.object_store import is_store_url
+
+    return f"{repo_id.rstrip('/')}/{label}" if is_store_url(repo_id) else repo_id
+
+
+def push_converted(
+    output: Output, folder: Path, repo_id: str | None, *, private: bool
+) -> dict[str, Any] | None:
+    """Push a folder that was converted just now, where it is wanted; return that as JSON has it."""
+    if repo_id is None:
+        return None
+    done = run_push(output, folder, repo_id, private=private)
+    output.lines(*push_lines(done, folder))
+    return push_body(done)
+
+
 def push_lines(done: Pushed, folder: Path) -> Iterator[str]:
     """Yield what a push did, for people."""
     yield f"pushed {folder} to {done.repo_id}"

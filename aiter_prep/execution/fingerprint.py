@@ -26,7 +26,7 @@ def fingerprint_of(plan: Plan) -> str:
                 **_choices(plan),
                 "headers": [digest_of(shard.layout.header) for shard in plan.shards],
                 "source": _source(plan),
-                "states": plan.checkpoint.supply.states if plan.checkpoint.supply else {},
+                "states": _states(plan),
             }
         )
     )
@@ -42,7 +42,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
     layouts = {stack.layout.name: stack.layout for b in plan.blocks for stack in b.stacks}
     described = {name: describe_layout(layout) for name, layout in layouts.items()}
     # a copy may keep the time of its original, but not the time that the system notes
-    changed = [header.ctime_ns for header in checkpoint.headers]
+    changed = [[header.ctime_ns for header in checkpoint.headers], _states(plan)]
     configs = [checkpoint.config, checkpoint.hf_quant_config]
     return {
         **_choices(plan),
@@ -146,3 +146,7 @@ def _choices(plan: Plan) -> dict[str, Any]:
 def _source(plan: Plan) -> list[list[Any]]:
     # with the time of the last change: other weights may have the same header
     return [[h.file, h.file_bytes, h.mtime_ns, h.digest] for h in plan.checkpoint.headers]
+
+
+def _states(plan: Plan) -> dict[str, str]:
+    return plan.checkpoint.remote.states if plan.checkpoint.remote else {}

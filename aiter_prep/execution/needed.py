@@ -53,7 +53,7 @@ def _differences(plan: Plan, out: Path, manifest: Manifest) -> Iterator[str]:
         for key, value in wanted.items():
             if _comparable(key, value) != _comparable(key, held.get(key)):
                 yield f"{key}{what} is {_shown(held.get(key))}, not {_shown(value)}"
-    if plan.checkpoint.revision is None and plan.checkpoint.supply is not None:
+    if plan.checkpoint.revision is None and plan.checkpoint.remote is not None:
         yield "the source is in an object store, and its weights cannot be compared by its headers"
     elif plan.checkpoint.revision is None:
         sealed = (out / MANIFEST_FILE).stat().st_mtime_ns

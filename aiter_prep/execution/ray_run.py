@@ -101,7 +101,10 @@ def execute_on_ray(
     with connected(address) as ray:
         shares = run_tasks(ray, conversion, left, settings, write_task, progress)
     _await_shards(conversion, parts, shares)
-    return seal_conversion(conversion)
+    manifest = seal_conversion(conversion)
+    if plan.checkpoint.remote is not None:
+        plan.checkpoint.remote.clear()
+    return manifest
 
 
 def write_task(conversion: Conversion, bundles: Sequence[Bundle], settings: Settings) -> Share:

@@ -139,8 +139,8 @@ def _wrap(original: Any) -> dict[str, Any]:
 
 def source_of(plan: Plan) -> dict[str, Any]:
     """Return what a manifest says of the source of a plan."""
-    supply = plan.checkpoint.supply
-    sha256 = supply.sha256 if supply else {}
+    remote = plan.checkpoint.remote
+    sha256 = remote.sha256 if remote else {}
     return {
         "name": plan.checkpoint.name,
         "revision": plan.checkpoint.revision,

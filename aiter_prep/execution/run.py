@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from aiter_prep.plan.make import Plan
     from aiter_prep.progress import Progress
     from aiter_prep.storage.header import TensorInfo
+    from aiter_prep.storage.supply import ShardSupply
 
 COPY_JOB_BYTES = 256 * 1024 * 1024
 POLL_SECONDS = 0.1
@@ -99,17 +100,14 @@ def _execute(
     resume: bool,
     overwrite: bool,
 ) -> Manifest:
-    with (
-        FolderReader(plan.checkpoint.folder) as reader,
-        OutputFolder(
-            out, fingerprint=fingerprint_of(plan), resume=resume, overwrite=overwrite
-        ) as output,
-    ):
+    with OutputFolder(
+        out, fingerprint=fingerprint_of(plan), resume=resume, overwrite=overwrite
+    ) as output:
         output.keep_only({shard.file: shard.layout for shard in plan.shards})
         output.require_space(missing_bytes(plan, output))
         shards = ShardSet(output, plan.shards)
         try:
-            run_jobs(plan, Run(reader, shards, backend, workers, progress))
+            run_jobs(plan, Run(shards, backend, workers, progress))
             check_source_unchanged(plan)
         except BaseException:
             shards.discard()
@@ -117,33 +115,50 @@ def _execute(
         files = list(write_files(plan, output))
         manifest = manifest_of(plan, created_by(backend), output.finished, files)
         output.seal(manifest.to_json(), promised(manifest))
-        if plan.checkpoint.supply is not None:
-            plan.checkpoint.supply.clear()
-        return manifest
+    if plan.checkpoint.remote is not None:
+        plan.checkpoint.remote.clear()
+    return manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What `run_jobs` runs with."""
+    """What `run_jobs` runs with.
 
-    reader: FolderReader
+    Attributes:
+        shards: The output.
+        backend: What moves the bytes.
+        workers: Threads.
+        progress: Called now and then.
+        fetched: Where shards that lie elsewhere are put meanwhile; by default where the source's
+            other files are.
+    """
+
     shards: Sink
     backend: Backend
     workers: int
     progress: Callable[[Progress], None] | None
+    fetched: Path | None = None
 
 
 def run_jobs(plan: Plan, run: Run) -> None:
     """Run every job; the first failure or a Ctrl-C ends the others at their next chunk."""
+    remote = plan.checkpoint.remote
+    supply = None if remote is None else remote.supply(run.fetched)
+    folder = plan.checkpoint.folder if supply is None else supply.folder
+    with FolderReader(folder) as reader:
+        _run_jobs(plan, run, reader, supply)
+
+
+def _run_jobs(plan: Plan, run: Run, reader: FolderReader, supply: ShardSupply | None) -> None:
     board = Board()
     stop = threading.Event()
     context = Context(
-        run.reader, run.shards, Scratch(run.backend.buffer), run.backend, stop, board.advance
+        reader, run.shards, Scratch(run.backend.buffer), run.backend, stop, board.advance
     )
     jobs = _jobs(plan, context)
     board.expect(sum(job.total_bytes for job in jobs), len(jobs))
-    if plan.checkpoint.supply is not None:
-        jobs = supplied(jobs, plan.checkpoint.supply, context)
+    if supply is not None:
+        jobs = supplied(jobs, supply, context)
     pool = ThreadPoolExecutor(run.workers, thread_name_prefix="aiter-prep")
     futures = [pool.submit(board.run, job.what, job.run) for job in jobs]
     try:
@@ -163,19 +178,21 @@ def _jobs(plan: Plan, context: Context) -> list[Job]:
     """Return what is left to do."""
     jobs: list[Job] = []
     for block in plan.blocks:
-        if any(
-            not context.shards.is_finished(step.rank, stack.name)
+        stacks = [
+            stack
             for stack in block.stacks
-            for step in stack.steps
-        ):
-            tensors = [t for s in block.stacks for x in (*s.sources, *s.scales) for t in x.tensors]
+            if not all(context.shards.is_finished(step.rank, stack.name) for step in stack.steps)
+        ]
+        if stacks:
+            tensors = [t for s in stacks for x in (*s.sources, *s.scales) for t in x.tensors]
             files = frozenset(tensor.file for tensor in tensors)
             run = partial(run_block, context, block)
             jobs.append(Job(block.block.experts, run, files, block.block.total_bytes))
     left = [t for t in plan.common if not context.shards.is_finished(None, t.name)]
-    if plan.checkpoint.supply is not None:  # so that a batch needs one shard, not all of them
+    is_remote = plan.checkpoint.remote is not None
+    if is_remote:  # so that a batch needs one shard, not all of them
         left.sort(key=lambda tensor: (tensor.file, tensor.start))
-    for batch in _batches(left, by_file=plan.checkpoint.supply is not None):
+    for batch in _batches(left, by_file=is_remote):
         total = sum(tensor.total_bytes for tensor in batch)
         files = frozenset(tensor.file for tensor in batch)
         jobs.append(Job("common tensors", partial(copy_tensors, context, batch), files, total))

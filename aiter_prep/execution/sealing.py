@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import AiterPrepError, DataMismatch
@@ -21,6 +22,7 @@ from aiter_prep.storage.folder import JOURNAL_FILE, PARTS_FOLDER
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder, looks_like
 from aiter_prep.storage.parts import PartsFolder, forget_parts, key_of, pending_plans
+from aiter_prep.storage.sources import open_streamed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +40,9 @@ def seal(out: str | Path, *, source: Checkpoint | None = None) -> Manifest:
 
     The plan is made again from the source, and must be the one that every part has followed. Every
     shard of it must be there, whole and noted. Then the shards get their place by a rename each,
-    and the small files and the manifest are written. No tensor is read. The folder is the one
-    that `execute` would have written, byte for byte.
+    and the small files and the manifest are written. No tensor is read; of a source that lies
+    elsewhere, headers and small files are. The folder is the one that `execute` would have
+    written, byte for byte.
 
     A folder that is sealed already is left as it is.
 
@@ -54,12 +57,18 @@ def seal(out: str | Path, *, source: Checkpoint | None = None) -> Manifest:
         AiterPrepError: The disk is full or fails.
     """
     out = Path(out)
-    name = printable(str(out))
     key, request = _only_plan(out)
     if request is None:
         return read_manifest(out)
-    conversion = shared_conversion(_plan_again(request, source), out)
-    plan, facts = conversion.plan, conversion.request["facts"]
+    with TemporaryDirectory(prefix="aiter-prep-") as scratch:
+        plan = _plan_again(request, source, Path(scratch))
+        return _seal_request(out, key, request, plan)
+
+
+def _seal_request(out: Path, key: str, request: Mapping[str, Any], plan: Plan) -> Manifest:
+    name = printable(str(out))
+    conversion = shared_conversion(plan, out)
+    facts = conversion.request["facts"]
     if key_of(conversion.digest) != key:
         raise DataMismatch(
             f"the parts in `{name}` were made by another plan than their source leads to now: "
@@ -118,9 +127,11 @@ def _only_plan(out: Path) -> tuple[str, Mapping[str, Any] | None]:
     return keys[0], plans[keys[0]]
 
 
-def _plan_again(request: Mapping[str, Any], source: Checkpoint | None) -> Plan:
-    if source is None:
-        place = request["source"]
+def _plan_again(request: Mapping[str, Any], source: Checkpoint | None, scratch: Path) -> Plan:
+    place = request["source"]
+    if source is None and place["folder"] is None:
+        source = open_streamed(place["name"], place["revision"], scratch)
+    elif source is None:
         source = open_checkpoint(place["folder"], name=place["name"], revision=place["revision"])
     return make_plan(source, **request["arguments"])
 

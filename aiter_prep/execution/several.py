@@ -27,7 +27,6 @@ from aiter_prep.execution.source import check_source_unchanged
 from aiter_prep.manifest import read_manifest
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder
-from aiter_prep.storage.reader import FolderReader
 from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
@@ -91,11 +90,6 @@ def _check_together(plans: Sequence[Plan]) -> None:
     first = plans[0]
     if any(plan.checkpoint is not first.checkpoint for plan in plans):
         raise InvalidUsage("plans that are carried out at once need one checkpoint, opened once")
-    if first.checkpoint.supply is not None:
-        raise InvalidUsage(
-            "a source that is streamed can be prepared for one number of ranks at a time",
-            "give one --tp, or put the source into a folder",
-        )
     if any(plan.common != first.common for plan in plans):
         raise InvalidUsage("plans that are carried out at once need the same common tensors")
 
@@ -128,7 +122,6 @@ def _execute(
 ) -> dict[Path, Manifest]:
     (first, *_) = plans.values()
     with ExitStack() as stack:
-        reader = stack.enter_context(FolderReader(first.checkpoint.folder))
         outputs: dict[Path, OutputFolder] = {}
         needed: dict[int, int] = {}
         for out, plan in plans.items():
@@ -146,7 +139,7 @@ def _execute(
         try:
             together = SharedSink(sets, [plan.parallel.ranks for plan in plans.values()])
             merged = replace(first, blocks=_merged(tuple(plans.values())))
-            run_jobs(merged, Run(reader, together, backend, workers, progress))
+            run_jobs(merged, Run(together, backend, workers, progress))
             check_source_unchanged(first)
         except BaseException:
             for shards in sets:
@@ -158,7 +151,9 @@ def _execute(
             manifest = manifest_of(plan, created_by(backend), outputs[out].finished, files)
             outputs[out].seal(manifest.to_json(), promised(manifest))
             manifests[out] = manifest
-        return manifests
+    if first.checkpoint.remote is not None:
+        first.checkpoint.remote.clear()
+    return manifests
 
 
 def _merged(plans: Sequence[Plan]) -> tuple[BlockPlan, ...]:

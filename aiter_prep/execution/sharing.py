@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.backends.table import Backend, choose_backend
-from aiter_prep.errors import AiterPrepError, InvalidUsage
+from aiter_prep.errors import AiterPrepError
 from aiter_prep.execution.bundles import Bundle, Part, bundles_of_part
 from aiter_prep.execution.fingerprint import digest_of_facts, facts_of
 from aiter_prep.execution.record import arguments_of, created_by, shard_digest
@@ -17,7 +17,6 @@ from aiter_prep.execution.shardset import ShardSet
 from aiter_prep.execution.source import check_source_unchanged
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.parts import PartsFolder
-from aiter_prep.storage.reader import FolderReader
 from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
@@ -64,21 +63,17 @@ def shared_conversion(plan: Plan, out: str | Path) -> Conversion:
     """Return a conversion that several processes can share.
 
     Raises:
-        InvalidUsage: The folder and the source lie in each other, or the source is streamed.
+        InvalidUsage: The folder and the source lie in each other.
     """
     out = Path(out)
-    if plan.checkpoint.supply is not None:
-        raise InvalidUsage(
-            "a source that is streamed cannot be shared: each process would fetch it",
-            "put it into a folder that all of them can read",
-        )
     refuse_overlap(plan.checkpoint.folder, out)
     facts = facts_of(plan)
+    is_remote = plan.checkpoint.remote is not None
     request = {
         "arguments": arguments_of(plan),
         "facts": facts,
         "source": {
-            "folder": str(plan.checkpoint.folder.resolve()),
+            "folder": None if is_remote else str(plan.checkpoint.folder.resolve()),
             "name": plan.checkpoint.name,
             "revision": plan.checkpoint.revision,
         },
@@ -98,7 +93,8 @@ def execute_part(
     """Write one part of the prepared folder that a plan describes; `seal` completes the folder.
 
     Parts may run at once, on any machines that share the filesystem, and be killed and repeated:
-    a part that runs again goes on behind the last shard that it finished.
+    a part that runs again goes on behind the last shard that it finished. Of a source that lies
+    elsewhere each part fetches the shards that it needs, and deletes them.
 
     Args:
         plan: From `make_plan`; the same for every part.
@@ -171,12 +167,11 @@ def _write_bundles(
         folder.finished = {s.file for s in plan.shards} - {shard.file for shard in left}
         folder.require_space(left_bytes)
         shards = ShardSet(folder, plan.shards)
-        with FolderReader(plan.checkpoint.folder) as reader:
-            try:
-                run_jobs(plan, Run(reader, shards, backend, workers, progress))
-            except BaseException:
-                shards.discard()
-                raise
+        try:
+            run_jobs(plan, Run(shards, backend, workers, progress, folder.fetched))
+        except BaseException:
+            shards.discard()
+            raise
         digests = {shard.file: _digest_noted(folder, shard) for shard in mine}
     return Share(digests, sum(bundle.total_bytes for bundle in bundles), left_bytes)
 

@@ -3,7 +3,7 @@
 from aiter_prep.inspection.forecast import Forecast, RoleBytes, forecast_of_plan
 from aiter_prep.inspection.model import ExpertGroup, Outlook
 from aiter_prep.inspection.prepared import PreparedInspection, UnfinishedInspection
-from aiter_prep.inspection.room import obstacles
+from aiter_prep.inspection.room import needed_bytes, obstacles
 from aiter_prep.inspection.show import Inspection, inspect_path
 from aiter_prep.inspection.source import SourceInspection
 
@@ -18,5 +18,6 @@ __all__ = [
     "UnfinishedInspection",
     "forecast_of_plan",
     "inspect_path",
+    "needed_bytes",
     "obstacles",
 ]

@@ -17,9 +17,28 @@ if TYPE_CHECKING:
     from aiter_prep.plan.make import Plan
 
 
-def obstacles(plan: Plan, out: Path, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
-    """Return why writing a plan into a folder would fail now; empty if nothing is in the way."""
-    return tuple(_obstacles(plan, out, resume=resume, overwrite=overwrite))
+def obstacles(
+    plan: Plan, out: Path, *, resume: bool, overwrite: bool, beside_bytes: int = 0
+) -> tuple[str, ...]:
+    """Return why writing a plan into a folder would fail now; empty if nothing is in the way.
+
+    Args:
+        plan: The plan.
+        out: The folder.
+        resume: An unfinished folder may be gone on with.
+        overwrite: A prepared or unfinished folder may be replaced.
+        beside_bytes: What other folders of the same run take of the disk.
+    """
+    return tuple(_obstacles(plan, out, beside_bytes, resume=resume, overwrite=overwrite))
+
+
+def needed_bytes(plan: Plan, out: Path, *, resume: bool) -> int:
+    """Return the bytes that writing a plan into a folder takes of the disk."""
+    return sum(
+        shard.layout.total_bytes
+        for shard in plan.shards
+        if not (resume and (out / shard.file).exists())
+    )
 
 
 def check_room(out: Path, *, resume: bool, overwrite: bool) -> None:
@@ -42,16 +61,14 @@ def free_bytes(out: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _obstacles(plan: Plan, out: Path, *, resume: bool, overwrite: bool) -> Iterator[str]:
+def _obstacles(
+    plan: Plan, out: Path, beside_bytes: int, *, resume: bool, overwrite: bool
+) -> Iterator[str]:
     try:
         check_room(out, resume=resume, overwrite=overwrite)
     except OutputNotEmpty as fault:
         yield f"{fault.message}; {fault.hint}" if fault.hint else fault.message
-    needed = sum(
-        shard.layout.total_bytes
-        for shard in plan.shards
-        if not (resume and (out / shard.file).exists())
-    )
-    free = free_bytes(out)
-    if free < needed:
-        yield f"`{printable(str(out))}` needs {needed} bytes, its disk has {free} free"
+    needed, free = needed_bytes(plan, out, resume=resume), free_bytes(out)
+    if free < needed + beside_bytes:
+        beside = f" beside {beside_bytes} of the others" if beside_bytes else ""
+        yield f"`{printable(str(out))}` needs {needed} bytes{beside}, its disk has {free} free"

@@ -15,7 +15,7 @@ from aiter_prep.storage.jsontext import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from aiter_prep.storage.supply import ShardSupply
+    from aiter_prep.storage.supply import RemoteShards
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "aiter_prep.json"
@@ -43,7 +43,7 @@ class Checkpoint:
         tensors: Every tensor that the index names, by name.
         unindexed: Tensors in those shards which the index does not name.
         stray_files: safetensors files beside the shards which the index does not name.
-        supply: What brings the shards, where they do not lie in the folder.
+        remote: The shards, where they lie elsewhere.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     unindexed: tuple[TensorInfo, ...] = ()
     stray_files: tuple[str, ...] = field(default=())
-    supply: ShardSupply | None = None
+    remote: RemoteShards | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -100,14 +100,14 @@ def open_checkpoint(
         raise BadSource(f"cannot read `{printable(str(folder))}`: {fault.strerror}") from None
 
 
-def open_supplied(
-    headers: Sequence[Header], supply: ShardSupply, *, name: str, revision: str | None
+def open_by_headers(
+    headers: Sequence[Header], remote: RemoteShards, *, name: str, revision: str | None
 ) -> Checkpoint:
     """Open a checkpoint whose shards lie elsewhere.
 
     Args:
         headers: Of every shard.
-        supply: What brings the shards into its folder, which holds all the other files.
+        remote: The shards; all the other files lie in its folder.
         name: What to call it.
         revision: The Hub commit.
 
@@ -116,10 +116,10 @@ def open_supplied(
         NoRule: It is prepared already.
     """
     ordered = tuple(sorted(headers, key=lambda header: header.file))
-    config = _read_config(supply.folder)
-    indexes = sorted(supply.folder.glob("*.safetensors.index.json"))
+    config = _read_config(remote.folder)
+    indexes = sorted(remote.folder.glob("*.safetensors.index.json"))
     weight_map = _weight_map(indexes[0]) if indexes else None
-    return _checked(supply.folder, name, revision, config, weight_map, ordered, supply)
+    return _checked(remote.folder, name, revision, config, weight_map, ordered, remote)
 
 
 def _open(folder: Path, name: str | None, revision: str | None) -> Checkpoint:
@@ -139,7 +139,7 @@ def _checked(
     config: Mapping[str, Any],
     weight_map: Mapping[str, str] | None,
     headers: tuple[Header, ...],
-    supply: ShardSupply | None,
+    remote: RemoteShards | None,
 ) -> Checkpoint:
     for header in headers:
         _refuse_shuffled_shard(header)
@@ -157,8 +157,8 @@ def _checked(
         headers=headers,
         tensors=tensors,
         unindexed=unindexed,
-        stray_files=() if supply else tuple(stray),
-        supply=supply,
+        stray_files=() if remote else tuple(stray),
+        remote=remote,
     )
 
 

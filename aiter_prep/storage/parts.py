@@ -130,6 +130,12 @@ class PartsFolder:
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
 
+    @property
+    def fetched(self) -> Path:
+        """Where this process may put shards of the source that it fetches; it goes with it."""
+        assert self._own is not None, "the process has not begun"
+        return self._own / "source"
+
     def require_space(self, total_bytes: int) -> None:
         """Check that the disk has room.
 

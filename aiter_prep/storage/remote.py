@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from aiter_prep.errors import BadSource
-from aiter_prep.storage.checkpoint import CONFIG_FILE, Checkpoint, open_supplied
+from aiter_prep.storage.checkpoint import CONFIG_FILE, Checkpoint, open_by_headers
 from aiter_prep.storage.folder import PARTIAL_SUFFIX
 from aiter_prep.storage.header import PREFIX_BYTES, header_length, parse_header
 from aiter_prep.storage.hub import shard_names, small_names
 from aiter_prep.storage.jsontext import printable
-from aiter_prep.storage.supply import ShardSupply
+from aiter_prep.storage.supply import RemoteShards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ def open_remote(remote: RemoteFolder, scratch: Path, limit_bytes: int | None = N
     Args:
         remote: Where it lies.
         scratch: A folder of our own for what is fetched.
-        limit_bytes: Most bytes of shards in it at a time.
+        limit_bytes: Most bytes of shards that a run has on the disk at a time.
 
     Raises:
         BadSource: Something is missing, out of reach or contradicts itself.
@@ -95,14 +95,9 @@ def open_remote(remote: RemoteFolder, scratch: Path, limit_bytes: int | None = N
         fetched(name)
     with ThreadPoolExecutor(READERS, thread_name_prefix="aiter-prep-headers") as pool:
         headers = list(pool.map(lambda shard: _header(remote, shard), shards))
-    supply = ShardSupply(
-        folder,
-        {shard: remote.files[shard] for shard in shards},
-        lambda shard: remote.fetch(shard, folder),
-        limit_bytes,
-        scratch=scratch,
-    )
-    return open_supplied(headers, supply, name=remote.name, revision=remote.revision)
+    promises = {shard: remote.files[shard] for shard in shards}
+    found = RemoteShards(folder, promises, remote.fetch, scratch, limit_bytes)
+    return open_by_headers(headers, found, name=remote.name, revision=remote.revision)
 
 
 def _header(remote: RemoteFolder, file: str) -> Header:

@@ -8,7 +8,6 @@ import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import BadSource, InvalidUsage
@@ -16,6 +15,7 @@ from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 DEFAULT_LIMIT_BYTES = 50_000_000_000
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -70,6 +70,47 @@ def _git_digest(size: int) -> hashlib._Hash:
     return hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteShards:
+    """The shards of a source elsewhere: what is promised of each, and how they come.
+
+    Attributes:
+        folder: Where the other files of the source lie, and the shards where nothing else is said.
+        promises: What is promised of each shard.
+        fetch: Brings a shard into a folder; what it began there once, it goes on with.
+        scratch: What `clear` deletes: the folder, or one around it.
+        limit_bytes: Most bytes of shards that lie in a folder at a time.
+    """
+
+    folder: Path
+    promises: Mapping[str, Promise]
+    fetch: Callable[[str, Path], None]
+    scratch: Path
+    limit_bytes: int | None = None
+
+    @property
+    def states(self) -> dict[str, str]:
+        """What tells the bytes of a shard from others with the same header, by name."""
+        return {file: p.digest or p.version for file, p in self.promises.items()}
+
+    @property
+    def sha256(self) -> dict[str, str]:
+        """The SHA-256 that each shard has, where one is promised, by name."""
+        return {f: p.digest for f, p in self.promises.items() if p.algorithm == "sha256"}
+
+    def supply(self, folder: Path | None = None) -> ShardSupply:
+        """Return what brings the shards into a folder while a run needs them."""
+        place = folder or self.folder
+        place.mkdir(parents=True, exist_ok=True)
+        return ShardSupply(
+            place, self.promises, lambda file: self.fetch(file, place), self.limit_bytes
+        )
+
+    def clear(self) -> None:
+        """Delete what is left of the source here: nobody needs it any more."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
 class ShardSupply:
     """Keeps the shards of a source in a folder, never more than a number of bytes of them.
 
@@ -82,7 +123,6 @@ class ShardSupply:
         promises: What is promised of each shard.
         fetch: Brings a shard into the folder; what it began once, it goes on with.
         limit_bytes: Most bytes of shards at a time.
-        scratch: What `clear` deletes; the folder itself by default.
     """
 
     def __init__(
@@ -91,11 +131,8 @@ class ShardSupply:
         promises: Mapping[str, Promise],
         fetch: Callable[[str], None],
         limit_bytes: int | None = None,
-        *,
-        scratch: Path | None = None,
     ) -> None:
         self.folder = folder
-        self._scratch = scratch or folder
         self.promises = promises
         self._fetch = fetch
         self._limit = limit_bytes
@@ -108,16 +145,6 @@ class ShardSupply:
         self._ready: set[str] = set()
         self._forget: Callable[[str], None] = _nothing
         self.most_bytes = 0
-
-    @property
-    def states(self) -> dict[str, str]:
-        """What tells the bytes of a shard from others with the same header, by name."""
-        return {file: p.digest or p.version for file, p in self.promises.items()}
-
-    @property
-    def sha256(self) -> dict[str, str]:
-        """The SHA-256 that each shard has, where one is promised, by name."""
-        return {f: p.digest for f, p in self.promises.items() if p.algorithm == "sha256"}
 
     def begin(self, jobs: Sequence[frozenset[str]], forget: Callable[[str], None]) -> None:
         """Take the shards that each job will hold, in the order in which the jobs begin.
@@ -163,10 +190,6 @@ class ShardSupply:
             yield
         finally:
             self._give_back(files)
-
-    def clear(self) -> None:
-        """Delete what is left of the source: the run is done."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _take(self, number: int, files: frozenset[str], check: Callable[[], None]) -> None:
         with self._changed:

@@ -203,7 +203,7 @@ def own_flags() -> set[str]:
 
 
 def test_every_flag_that_is_named_exists() -> None:
-    of_scripts = {"--check", "--folder", "--torch", "--turn", "--write"}
+    of_scripts = {"--check", "--dir", "--folder", "--torch", "--turn", "--write"}
     of_engines = {"--load-format", "--model-loader-extra-config", "--moe-runner-backend"}
     known = own_flags() | of_scripts | of_engines
     for path in DOCUMENTS:
@@ -481,6 +481,7 @@ def test_the_json_objects_have_the_keys_that_are_listed(
         ["convert", source, "shared", "--tp", "2", "--part", "1/1"],
         ["seal", "shared"],
         ["convert", source, "other", "--tp", "2", "--dry-run"],
+        ["convert", source, "other", "--tp", "1", "--tp", "2", "--dry-run"],
         ["verify", "out"],
         ["inspect", source],
         ["inspect", "out"],

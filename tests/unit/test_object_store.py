@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,7 +17,11 @@ import pytest
 import tiny
 from aiter_prep.cli import main
 from aiter_prep.errors import AiterPrepError, BadSource, InvalidUsage
+from aiter_prep.execution.bundles import bundles_of, divided, shared_out
 from aiter_prep.execution.fingerprint import fingerprint_of
+from aiter_prep.execution.ray_run import Settings, write_task
+from aiter_prep.execution.sealing import seal_conversion
+from aiter_prep.execution.sharing import shared_conversion
 from aiter_prep.manifest import read_manifest
 from aiter_prep.plan import make_plan
 from aiter_prep.publication import push
@@ -238,6 +244,57 @@ def test_an_object_that_is_shorter_than_it_was_is_refused(memory: str, tmp_path:
     version = store.list()["a"].version
     with pytest.raises(BadSource, match="ended at byte 10"):
         store.fetch("a", tmp_path, Promise(20, version=version))
+
+
+# --- shared by several processes ----------------------------------------------------------------
+
+
+def test_a_source_in_a_store_is_shared_by_parts(
+    url: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upload(source, url)
+    call = ["convert", url, str(tmp_path / "out"), "--tp", "2", "--max-shard-size", "10KB", "-q"]
+    for part in ("1/2", "2/2"):
+        assert main([*call, "--part", part]) == 0
+    assert main(["seal", str(tmp_path / "out"), "-q"]) == 0
+    prepare(source, tmp_path / "one", 2, max_shard_bytes=10_000)
+    assert files_of(tmp_path / "out", "*.safetensors") == files_of(
+        tmp_path / "one", "*.safetensors"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out"]
+    capsys.readouterr()
+
+
+def test_parts_of_a_source_that_changed_in_its_store_are_not_sealed(
+    memory: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upload(source, memory)
+    call = ["convert", memory, str(tmp_path / "out"), "--tp", "2", "-q"]
+    assert main([*call, "--part", "1/1"]) == 0
+    name = max(files_of(source, "*.safetensors"))
+    data = files_of(source)[name]
+    ObjectFolder(memory).put_bytes(name, data[:-1] + b"?")
+    assert main(["seal", str(tmp_path / "out")]) == 3
+    assert "source differ" in capsys.readouterr().err
+
+
+def test_a_task_that_is_sent_elsewhere_fetches_for_itself(
+    url: str, source: Path, tmp_path: Path
+) -> None:
+    upload(source, url)
+    checkpoint = open_streamed(url, None, tmp_path / "scratch")
+    plan = make_plan(checkpoint, tp=2, max_shard_bytes=10_000)
+    conversion = shared_conversion(plan, tmp_path / "out")
+    groups = shared_out(bundles_of(plan), 3)
+    for piece, group in zip(divided(plan, groups), groups, strict=True):
+        sent = pickle.loads(pickle.dumps(replace(conversion, plan=piece)))  # noqa: S301 - ours
+        assert write_task(sent, group, Settings()).digests
+    assert not list((tmp_path / "out").rglob("source"))
+    seal_conversion(conversion)
+    prepare(source, tmp_path / "one", 2, max_shard_bytes=10_000)
+    assert files_of(tmp_path / "out", "*.safetensors") == files_of(
+        tmp_path / "one", "*.safetensors"
+    )
 
 
 # --- destinations -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -15,7 +16,9 @@ from aiter_prep.errors import AiterPrepError, BadSource, InvalidUsage, OutputNot
 from aiter_prep.execution import execute
 from aiter_prep.execution.several import execute_several
 from aiter_prep.plan import Plan, make_plan
+from aiter_prep.storage import object_store
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
+from aiter_prep.storage.object_store import ObjectFolder
 from aiter_prep.storage.reader import FolderReader
 from prepared import contents, flip, problems_of, stamps
 
@@ -196,9 +199,99 @@ def test_several_sizes_become_a_folder_each(
     assert contents(Path("out")) == contents(tmp_path / "one")
 
 
-@pytest.mark.parametrize(
-    "flags", [["--part", "1/2"], ["--engine", "ray"], ["--dry-run"], ["--ranks", "0"]]
-)
+def test_a_dry_run_of_several_sizes_is_as_many_dry_runs(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = stamps(source)
+
+    def told(*sizes: str, out: str = "out") -> dict[str, Any]:
+        assert main(["convert", "source", out, *CALL[3:], *sizes, "--dry-run", "--json"]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
+
+    found = told("--tp", "1", "--tp", "4")
+    singly = [told("--tp", tp, out=f"out/tp{tp}") for tp in ("1", "4")]
+    assert found["schema"] == "aiter-prep/plans/1"
+    assert [{"schema": "aiter-prep/plan/1", **plan} for plan in found["plans"]] == singly
+    assert main([*CALL, "--tp", "1", "--tp", "4", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("nothing is in the way") == 2
+    assert "out/tp4 (nothing is written now)" in said
+    assert not Path("out").exists()
+    assert stamps(source) == before
+
+
+def test_a_dry_run_asks_for_room_for_all_folders(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = plans_of(open_checkpoint(source), tmp_path / "out")
+    largest = max(plan.total_bytes for plan in plans.values())
+    usage = shutil.disk_usage(tmp_path)._replace(free=largest + 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--tp", "1", "--tp", "2", "--tp", "4")
+    assert main([*CALL, *sizes, "--dry-run", "--json"]) == 0
+    first, *others = json.loads(capsys.readouterr().out)["plans"]
+    assert first["obstacles"] == []
+    for plan in others:
+        assert f"of the others, its disk has {largest + 1} free" in plan["obstacles"][0]
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_some_ranks_of_each_size_are_those_of_single_conversions(
+    ranks: tuple[int, ...], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = ",".join(map(str, ranks))
+    assert main([*CALL, "--tp", "2", "--tp", "4", "--ranks", text]) == 0
+    for folder, plan in plans_of(
+        open_checkpoint(source), tmp_path / "one", (2, 4), ranks=ranks
+    ).items():
+        execute(plan, folder)
+    assert contents(Path("out")) == contents(tmp_path / "one")
+
+
+def test_a_rank_that_one_size_does_not_have_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert source.name == "source"
+    assert main([*CALL, "--tp", "1", "--tp", "2", "--ranks", "1"]) == 2
+    assert not Path("out").exists()
+
+
+def test_each_folder_is_pushed_beside_the_others(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(object_store.STORES, "memory", "fsspec")
+    monkeypatch.chdir(tmp_path)
+    assert source.name == "source"
+    url = f"memory://{uuid4().hex}"
+    sizes = ("--tp", "1", "--tp", "2")
+    assert main([*CALL, *sizes, "--push", f"{url}/moe/", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["folders"]
+    assert [f["pushed"]["repo"] for f in found] == [f"{url}/moe/tp1", f"{url}/moe/tp2"]
+    for size in ("tp1", "tp2"):
+        store = ObjectFolder(f"{url}/moe/{size}")
+        held = {name: store.read(name, 0, promise.size) for name, promise in store.list().items()}
+        assert held == {path.name: path.read_bytes() for path in Path("out", size).iterdir()}
+    assert main([*CALL, *sizes, "--push", f"{url}/moe", "--if-needed", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["folders"]
+    assert [f["pushed"]["uploaded_files"] for f in found] == [0, 0]
+
+
+@pytest.mark.parametrize("flags", [["--part", "1/2"], ["--engine", "ray"]])
 def test_what_is_for_one_folder_is_refused_for_several(
     flags: list[str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

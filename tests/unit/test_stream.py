@@ -70,6 +70,88 @@ def test_the_bytes_are_those_of_a_conversion_from_the_disk(
     assert verified["is_clean"]
 
 
+@pytest.mark.parametrize("shards", [3, 100])
+def test_several_sizes_fetch_each_shard_once(
+    server: HubServer,
+    client: Client,
+    source: Path,
+    wanted: Path,
+    tmp_path: Path,
+    shards: int,
+) -> None:
+    limit = str(shards * max(map(len, shards_of(source).values())))
+    prepare(source, tmp_path / "one", 1)
+    document = stream(client, tmp_path, "--tp", "1", "--stream-disk", limit)
+    assert [folder["tp"] for folder in document["folders"]] == [2, 1]
+    assert shards_of(tmp_path / "out" / "tp2") == shards_of(wanted)
+    assert shards_of(tmp_path / "out" / "tp1") == shards_of(tmp_path / "one")
+    whole = [name for name in server.downloaded if name.endswith(".safetensors")]
+    assert sorted(whole) == sorted(shards_of(source))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out"]
+    for tp in ("1", "2"):
+        folder = f"out/tp{tp}"
+        assert client.json(tmp_path, "verify", folder, "--source", str(source))["is_clean"]
+
+
+def test_several_sizes_that_are_there_already_leave_nothing_else(
+    server: HubServer, client: Client, tmp_path: Path
+) -> None:
+    assert stream(client, tmp_path, "--tp", "1")["folders"]
+    server.fetched.clear()
+    again = stream(client, tmp_path, "--tp", "1", "--if-needed")
+    assert [folder["was_needed"] for folder in again["folders"]] == [False, False]
+    assert server.downloaded.count("model-00001-of-00005.safetensors") <= 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "out" / "tp1" / "aiter_prep.json").unlink()
+    shutil.rmtree(tmp_path / "out" / "tp1")
+    again = stream(client, tmp_path, "--tp", "1", "--if-needed")
+    assert [folder["was_needed"] for folder in again["folders"]] == [False, True]
+
+
+def test_parts_fetch_what_they_need_and_are_sealed(
+    server: HubServer, client: Client, source: Path, tmp_path: Path
+) -> None:
+    flags = ("--max-shard-size", "110KB")  # a layer
+    wanted = tmp_path / "wanted"
+    prepare(source, wanted, 2, max_shard_bytes=110_000)
+    fetched: list[int] = []
+    for number in (2, 1, 3):
+        server.downloaded.clear()
+        done = stream(client, tmp_path, *flags, "--part", f"{number}/3")
+        assert done["schema"] == "aiter-prep/part/1", done
+        whole = [name for name in server.downloaded if name.endswith(".safetensors")]
+        assert sorted(whole) == sorted(set(whole))
+        fetched.append(len(whole))
+    assert sorted(fetched) == [2, 2, 6]  # two layers, two layers, one layer and all that is common
+    assert shards_of(tmp_path / "out") == {}
+    server.downloaded.clear()
+    assert client.json(tmp_path, "seal", "out")["schema"] == "aiter-prep/seal/1"
+    assert not [name for name in server.downloaded if name.endswith(".safetensors")]
+    assert shards_of(tmp_path / "out") == shards_of(wanted)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "wanted"]
+    single = stream(client, tmp_path, *flags, "--if-needed")  # as one run would have left it
+    assert not single["was_needed"]
+
+
+def test_a_part_that_was_cut_off_goes_on(
+    server: HubServer, client: Client, source: Path, tmp_path: Path
+) -> None:
+    flags = ("--max-shard-size", "10KB", "--part", "1/1")
+    name = sorted(name for name in server.files if name.endswith(".safetensors"))[-2]
+    lie = bytearray(server.files[name])
+    lie[-1] ^= 1
+    server.lies[name] = bytes(lie)
+    failed = stream(client, tmp_path, *flags)
+    assert failed["exit_code"] == 10
+    assert not list((tmp_path / "out").rglob("source"))
+    server.lies.clear()
+    done = stream(client, tmp_path, *flags)
+    assert 0 < done["written_bytes"] < done["total_bytes"]
+    assert client.json(tmp_path, "seal", "out")["schema"] == "aiter-prep/seal/1"
+    prepare(source, tmp_path / "wanted", 2, max_shard_bytes=10_000)
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "wanted")
+
+
 def test_the_digests_of_the_hub_are_in_the_manifest(
     server: HubServer, client: Client, tmp_path: Path
 ) -> None:
