@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aiter_prep.storage.buffers import Writable
     from aiter_prep.storage.header import TensorInfo
 
-CHUNK_BYTES = 512 * 1024  # small enough to be in the cache still when it is looked at
+CHUNK_BYTES = 1024 * 1024  # small enough to be in the cache still when it is looked at
 MAX_OPEN_FILES = 64
 MAX_VECTORS = 512  # the kernel takes at most IOV_MAX, 1024
 
