@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,18 @@ class cuda:
 """
 
 
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder whose packages hide those of this machine."""
-    if importlib.util.find_spec("torch") is not None:
+    if HAS_TORCH:
         pytest.skip("torch is installed, and a process that loads it twice breaks")
-    for name in ("torch", "aiter"):
-        for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
-            monkeypatch.delitem(sys.modules, module)
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    yield tmp_path
+    for module in [m for m in sys.modules if m.partition(".")[0] in {"torch", "aiter"}]:
+        del sys.modules[module]  # or the next test would find it
 
 
 @pytest.fixture
