@@ -31,26 +31,63 @@ class Cost:
         seconds: From its start to its end.
         cpu: Seconds of processor time.
         peak: Most bytes of resident memory.
+        is_killed: Whether it came to no end, for want of memory.
     """
 
     seconds: float
     cpu: float
     peak: int
+    is_killed: bool = False
 
 
-def run(*command: object) -> Cost:
-    """Run a program; say what it said where it failed."""
+KILLED = -9
+
+
+class MemoryLimit:
+    """A memory cgroup, version 1 or 2, for the programs that are measured; needs root.
+
+    Args:
+        gb: Its size: memory of the programs, and of the page cache that they fill.
+    """
+
+    def __init__(self, gb: float) -> None:
+        root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        if not root.is_dir():
+            root, limit = Path("/sys/fs/cgroup"), "memory.max"
+        self._folder = root / f"aiter-prep-bench-{os.getpid()}"
+        self._folder.mkdir()
+        (self._folder / limit).write_text(str(round(gb * GB)))
+        self.gb = gb
+
+    def enter(self) -> None:
+        """Move the calling process into it."""
+        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def close(self) -> None:
+        """Remove it, when its processes have ended."""
+        self._folder.rmdir()
+
+
+def run(*command: object, limit: MemoryLimit | None = None) -> Cost:
+    """Run a program; say what it said where it failed, unless a memory limit had it killed."""
     with tempfile.TemporaryFile() as said:
         start = time.perf_counter()
         words = [str(word) for word in command]
-        process = subprocess.Popen(words, stdout=said, stderr=said)  # noqa: S603 our own words
+        enter = None if limit is None else limit.enter
+        process = subprocess.Popen(  # noqa: S603 our own words
+            words,
+            stdout=said,
+            stderr=said,
+            preexec_fn=enter,  # noqa: PLW1509 one thread
+        )
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
+        is_killed = process.returncode == KILLED and limit is not None
+        if process.returncode and not is_killed:
             said.seek(0)
             sys.exit(f"failed: {command}\n{said.read().decode(errors='replace')[-4000:]}")
-    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, is_killed)
 
 
 def say(line: str) -> None:
@@ -102,17 +139,17 @@ class Bench:
                 os.fsync(opened.fileno())
         return Cost(time.perf_counter() - start, cost.cpu, cost.peak)
 
-    def convert(self, tp: int = TP) -> Cost:
+    def convert(self, tp: int = TP, limit: MemoryLimit | None = None) -> Cost:
         """Convert, digests and syncs included."""
         self.clear()
-        return run(
-            PROGRAM, "convert", self.source, self.out, "--tp", tp, "--gfx", "gfx950", "--quiet"
-        )
+        command = (PROGRAM, "convert", self.source, self.out, "--tp", tp, "--gfx", "gfx950")
+        return run(*command, "--quiet", limit=limit)
 
-    def naive(self) -> Cost:
+    def naive(self, limit: MemoryLimit | None = None) -> Cost:
         """Run the script that people write."""
         self.clear()
-        return run(sys.executable, HERE / "bench_naive.py", self.source, self.folder / "naive", TP)
+        script = HERE / "bench_naive.py"
+        return run(sys.executable, script, self.source, self.folder / "naive", TP, limit=limit)
 
     def verify(self, *more: object) -> Cost:
         """Verify what was converted last."""
@@ -211,6 +248,27 @@ def naive_goal(bench: Bench, repeats: int) -> None:
     say(f"{'':44} peak of the naive script: {bench.naive().peak / GB:.2f} GB")
 
 
+def limited_goal(bench: Bench, repeats: int, gb: float) -> None:
+    """Compare convert with the script where there is not much memory; the source starts on disk."""
+    limit = MemoryLimit(gb)
+    try:
+        pairs = []
+        for _ in range(repeats):
+            sides = []
+            for side in (bench.naive, bench.convert):
+                bench.clear()
+                cool(bench.source)
+                sides.append(side(limit=limit))
+            pairs.append(sides)
+    finally:
+        limit.close()
+    title = f"{bench.kind} {bench.gb:.1f} GB in {gb:g} GB of memory: naive script, convert"
+    for theirs, ours in pairs:
+        said = " and was killed for want of memory" if theirs.is_killed else ""
+        ratio = theirs.seconds / ours.seconds
+        say(f"{title}: {theirs.seconds:.2f} s{said}, {ours.seconds:.2f} s, {ratio:.1f} times")
+
+
 def verify_goal(bench: Bench, repeats: int) -> None:
     """Compare verify with reading, and verify --source with convert."""
     warm(bench.source)
@@ -301,13 +359,14 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=3.0)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--intermediate", type=int, default=INTERMEDIATE)
+    parser.add_argument("--memory", type=float, default=None, metavar="GB")
     parser.add_argument("--plan", type=Path, default=None)
     chosen = parser.parse_args()
     if chosen.plan is not None:
         plan_goal(chosen.plan, chosen.repeats)
         if not chosen.what:
             return
-    what = chosen.what or [*GOALS, "scaling"]
+    what = chosen.what or ([] if chosen.memory else [*GOALS, "scaling"])
     with tempfile.TemporaryDirectory(prefix="aiter-prep-bench-", dir=chosen.dir) as made:
         for kind in chosen.models.split(","):
             weights = 3 * EXPERTS * HIDDEN * chosen.intermediate
@@ -315,6 +374,8 @@ def main() -> None:
             with model(Path(made), kind, layers, chosen.intermediate) as bench:
                 for name in [name for name in GOALS if name in what]:
                     GOALS[name](bench, chosen.repeats)
+                if chosen.memory is not None:
+                    limited_goal(bench, chosen.repeats, chosen.memory)
         if "scaling" in what:
             scaling_goal(Path(made), chosen.models.split(",")[0], layers, chosen.repeats)
 
