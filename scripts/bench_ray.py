@@ -105,7 +105,7 @@ def _report(rounds: Sequence[dict[str, float]], tasks: int) -> None:
 
 def _wake(ray: Any, plan: Plan, nodes: int) -> None:
     """Have every node start its process and import the program, as it does for the first task."""
-    conversion = Conversion(plan, Path(), "", {})
+    conversion = Conversion(plan, Path(), Path(), "", {})
     bundles = bundles_of(plan)[: 4 * nodes]
     found: set[str] = set()
     while len(found) < nodes:

@@ -134,8 +134,8 @@ def _dry_run(output: Output, request: Request) -> None:
 
 def _convert(output: Output, request: Request) -> None:
     place = _place(output, request)
-    is_on_ray = ray.is_asked_for(request, place.out)
-    part = read_part(output, request, place.out)
+    is_on_ray = ray.is_asked_for(request)
+    part = read_part(output, request)
     if not request.if_needed:
         _check_room(place.out, request)
     if request.push is not None:
@@ -193,9 +193,9 @@ def _check_room(out: Path, request: Request) -> None:
     if request.part is None and request.engine == "local":
         check_room(out, resume=request.resume, overwrite=request.overwrite)
     else:
-        from aiter_prep.storage.parts import check_room_for_parts
+        from aiter_prep.storage.parts import check_room_for_parts, place_for_parts
 
-        check_room_for_parts(out)
+        check_room_for_parts(place_for_parts(out, overwrite=request.overwrite))
 
 
 def _convert_here(output: Output, request: Request, plan: Plan, place: _Place) -> None:

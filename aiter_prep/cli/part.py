@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = "aiter-prep/part/1"
 
 
-def read_part(output: Output, request: Request, out: Path) -> Part | None:
+def read_part(output: Output, request: Request) -> Part | None:
     """Return the part that was asked for, or None for all; say where it was taken from.
 
     Raises:
@@ -32,11 +32,6 @@ def read_part(output: Output, request: Request, out: Path) -> Part | None:
 
     if request.part is None:
         return None
-    if request.overwrite:
-        raise InvalidUsage(
-            "--part and --overwrite exclude each other: each part would remove what others wrote",
-            f"remove the old folder first, or choose another: {shlex.join(['rm', '-r', str(out)])}",
-        )
     if request.push is not None:
         raise InvalidUsage(
             "--part and --push exclude each other: a part is no folder yet",
@@ -57,7 +52,13 @@ def write_part(output: Output, request: Request, plan: Plan, out: Path, part: Pa
     label = f"converting part {part} for {plan.gfx}, {plan_words.sharing(plan)}"
     with output.progress(label) as progress:
         share = execute_part(
-            plan, out, part, backend=backend, workers=request.workers, progress=progress
+            plan,
+            out,
+            part,
+            backend=backend,
+            workers=request.workers,
+            overwrite=request.overwrite,
+            progress=progress,
         )
     seconds = time.perf_counter() - start
     kept_bytes = share.total_bytes - share.written_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import InvalidUsage
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 ENGINES = ("local", "ray")
 
 
-def is_asked_for(request: Request, out: Path) -> bool:
+def is_asked_for(request: Request) -> bool:
     """Return whether Ray is to do the work.
 
     Raises:
@@ -37,11 +36,6 @@ def is_asked_for(request: Request, out: Path) -> bool:
             "--engine ray and --part exclude each other: Ray shares the work among its nodes",
             "leave one of them out",
         )
-    if request.overwrite:
-        raise InvalidUsage(
-            "--engine ray and --overwrite exclude each other: nodes write into an empty folder",
-            f"remove the old folder first, or choose another: {shlex.join(['rm', '-r', str(out)])}",
-        )
     return True
 
 
@@ -55,5 +49,10 @@ def convert(
         request.backend, request.device, request.device_memory, request.workers or 1
     )
     return execute_on_ray(
-        plan, out, address=request.ray_address, settings=settings, progress=progress
+        plan,
+        out,
+        address=request.ray_address,
+        settings=settings,
+        overwrite=request.overwrite,
+        progress=progress,
     )

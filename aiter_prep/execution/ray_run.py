@@ -70,6 +70,7 @@ def execute_on_ray(
     *,
     address: str = AUTO_ADDRESS,
     settings: Settings | None = None,
+    overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
     """Write the prepared folder that a plan describes, with the nodes of a Ray cluster.
@@ -83,6 +84,7 @@ def execute_on_ray(
         out: The folder to write, under the same path on every node.
         address: The cluster, as `ray.init` takes it; `auto` is the one of this machine.
         settings: What every task runs with.
+        overwrite: Replace a prepared folder: it stays as it is until the new one is sealed.
         progress: Called now and then, with bytes of the result.
 
     Raises:
@@ -94,9 +96,9 @@ def execute_on_ray(
     """
     settings = replace(settings or Settings(), layouts=layouts_of(plan))
     checked_workers(settings.workers)
-    conversion = shared_conversion(plan, out)
-    check_room_for_parts(conversion.out)
-    parts = PartsFolder(conversion.out, conversion.digest)
+    conversion = shared_conversion(plan, out, overwrite=overwrite)
+    check_room_for_parts(conversion.place)
+    parts = PartsFolder(conversion.place, conversion.digest)
     left = [bundle for bundle in bundles_of(plan) if not _is_written(parts, bundle)]
     with connected(address) as ray:
         shares = run_tasks(ray, conversion, left, settings, write_task, progress)

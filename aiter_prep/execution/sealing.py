@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,13 @@ from aiter_prep.storage.checkpoint import MANIFEST_FILE, Checkpoint, open_checkp
 from aiter_prep.storage.folder import JOURNAL_FILE, PARTS_FOLDER
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder, looks_like
-from aiter_prep.storage.parts import PartsFolder, forget_parts, key_of, pending_plans
+from aiter_prep.storage.parts import (
+    PartsFolder,
+    forget_parts,
+    key_of,
+    pending_plans,
+    place_of_parts,
+)
 from aiter_prep.storage.sources import open_streamed
 
 if TYPE_CHECKING:
@@ -57,26 +64,26 @@ def seal(out: str | Path, *, source: Checkpoint | None = None) -> Manifest:
         AiterPrepError: The disk is full or fails.
     """
     out = Path(out)
-    key, request = _only_plan(out)
+    place = place_of_parts(out)
+    key, request = _only_plan(place)
     if request is None:
         return read_manifest(out)
     with TemporaryDirectory(prefix="aiter-prep-") as scratch:
         plan = _plan_again(request, source, Path(scratch))
-        return _seal_request(out, key, request, plan)
+        return _seal_request(replace(shared_conversion(plan, out), place=place), key, request)
 
 
-def _seal_request(out: Path, key: str, request: Mapping[str, Any], plan: Plan) -> Manifest:
-    name = printable(str(out))
-    conversion = shared_conversion(plan, out)
+def _seal_request(conversion: Conversion, key: str, request: Mapping[str, Any]) -> Manifest:
+    place = conversion.place
     facts = conversion.request["facts"]
     if key_of(conversion.digest) != key:
         raise DataMismatch(
-            f"the parts in `{name}` were made by another plan than their source leads to now: "
-            f"{differing_facts(request['facts'], facts)} differ",
+            f"the parts in `{printable(str(place))}` were made by another plan than their source "
+            f"leads to now: {differing_facts(request['facts'], facts)} differ",
             "the source, or this program, was changed since: convert again into another folder",
         )
-    if is_sealed(out):
-        return _sealed_before(out, plan)
+    if is_sealed(place):
+        return _sealed_before(place, conversion.plan)
     return seal_conversion(conversion)
 
 
@@ -86,9 +93,14 @@ def seal_conversion(conversion: Conversion) -> Manifest:
     Raises:
         As `seal`.
     """
-    out = conversion.out
+    out, place = conversion.out, conversion.place
+    if place != out and not (out / MANIFEST_FILE).exists():
+        raise DataMismatch(
+            f"`{printable(str(out))}`, which was to be replaced, is no prepared folder any more",
+            f"rename `{printable(str(place))}`, where its parts wait, to that name; then seal it",
+        )
     try:
-        return _seal(out, conversion.plan, PartsFolder(out, conversion.digest))
+        return _seal(conversion)
     except OSError as fault:
         raise AiterPrepError(
             f"cannot write `{printable(str(out))}`: {fault.strerror}",
@@ -152,17 +164,25 @@ def _sealed_before(out: Path, plan: Plan) -> Manifest:
     return manifest
 
 
-def _seal(out: Path, plan: Plan, parts: PartsFolder) -> Manifest:
-    is_begun = (out / JOURNAL_FILE).exists()
+def _seal(conversion: Conversion) -> Manifest:
+    out, plan, place = conversion.out, conversion.plan, conversion.place
+    parts = PartsFolder(place, conversion.digest)
+    is_begun = (place / JOURNAL_FILE).exists()
     missing = [
         shard
         for shard in plan.shards
         if parts.note_of(shard.layout) is None
-        and not (is_begun and looks_like(out / shard.file, shard.layout))
+        and not (is_begun and looks_like(place / shard.file, shard.layout))
     ]
     if missing:
         raise _incomplete(out, plan, parts, missing)
-    with OutputFolder(out, fingerprint=fingerprint_of(plan), resume=True, sealing=True) as output:
+    with OutputFolder(
+        out,
+        fingerprint=fingerprint_of(plan),
+        resume=True,
+        overwrite=place != out,
+        sealing=True,
+    ) as output:
         output.keep_only({shard.file: shard.layout for shard in plan.shards})
         left = [shard for shard in plan.shards if shard.file not in output.finished]
         notes = {shard.file: parts.note_of(shard.layout) for shard in left}

@@ -16,7 +16,7 @@ from aiter_prep.execution.run import Run, layouts_of, refuse_overlap, run_jobs
 from aiter_prep.execution.shardset import ShardSet
 from aiter_prep.execution.source import check_source_unchanged
 from aiter_prep.storage.jsontext import printable
-from aiter_prep.storage.parts import PartsFolder
+from aiter_prep.storage.parts import PartsFolder, place_for_parts
 from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ class Conversion:
     Attributes:
         plan: What is to be done.
         out: The folder to write.
+        place: Where its shards wait until it is sealed: in it, or beside it.
         digest: Stands for all that the processes must agree on.
         request: How the plan was made, for those who make it again.
     """
 
     plan: Plan
     out: Path
+    place: Path
     digest: str
     request: Mapping[str, Any]
 
@@ -59,10 +61,16 @@ class Share:
     written_bytes: int
 
 
-def shared_conversion(plan: Plan, out: str | Path) -> Conversion:
+def shared_conversion(plan: Plan, out: str | Path, *, overwrite: bool = False) -> Conversion:
     """Return a conversion that several processes can share.
 
+    Args:
+        plan: What is to be done.
+        out: The folder to write.
+        overwrite: Replace a prepared folder, when it is sealed.
+
     Raises:
+        OutputNotEmpty: The folder may not be replaced.
         InvalidUsage: The folder and the source lie in each other.
     """
     out = Path(out)
@@ -78,7 +86,8 @@ def shared_conversion(plan: Plan, out: str | Path) -> Conversion:
             "revision": plan.checkpoint.revision,
         },
     }
-    return Conversion(plan, out, digest_of_facts(facts), request)
+    place = place_for_parts(out, overwrite=overwrite)
+    return Conversion(plan, out, place, digest_of_facts(facts), request)
 
 
 def execute_part(
@@ -88,6 +97,7 @@ def execute_part(
     *,
     backend: Backend | str = "auto",
     workers: int | None = None,
+    overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Share:
     """Write one part of the prepared folder that a plan describes; `seal` completes the folder.
@@ -102,6 +112,8 @@ def execute_part(
         part: Which part.
         backend: What moves the bytes: a name, or what `choose_backend` returned.
         workers: Threads; one per usable core by default.
+        overwrite: Replace a prepared folder: it stays as it is until the new one is sealed. The
+            same for every part.
         progress: Called now and then.
 
     Raises:
@@ -114,7 +126,7 @@ def execute_part(
     if isinstance(backend, str):
         backend, _ = choose_backend(backend, layouts=layouts_of(plan))
     label = f"part-{part.number}-of-{part.count}"
-    conversion = shared_conversion(plan, out)
+    conversion = shared_conversion(plan, out, overwrite=overwrite)
     bundles = bundles_of_part(plan, part)
     return write_bundles(conversion, bundles, label, backend, workers, progress)
 
@@ -159,7 +171,7 @@ def _write_bundles(
 ) -> Share:
     plan = conversion.plan
     mine = [shard for bundle in bundles for shard in bundle.shards]
-    folder = PartsFolder(conversion.out, conversion.digest)
+    folder = PartsFolder(conversion.place, conversion.digest)
     check_source = partial(check_source_unchanged, plan)
     with folder.begin(label, conversion.request, created_by(backend), check_source) as folder:
         left = [shard for shard in mine if folder.note_of(shard.layout) is None]

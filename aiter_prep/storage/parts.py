@@ -10,14 +10,16 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiter_prep.errors import AiterPrepError, OutputNotEmpty
+from aiter_prep.errors import AiterPrepError, DataMismatch, OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.durable import sync_folder, write_whole
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
+from aiter_prep.storage.guards import check_ours
 from aiter_prep.storage.journal import line_of, text_of_line
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import ShardFile, Written, looks_like, require_space, written_of
+from aiter_prep.storage.swap import recover, work_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +44,42 @@ class ShardNote:
 
     tensors: Mapping[str, Written]
     maker: Mapping[str, Any]
+
+
+def place_for_parts(out: Path, *, overwrite: bool) -> Path:
+    """Return where the parts of a folder wait: in it, or beside it where it is to be replaced.
+
+    Args:
+        out: The folder.
+        overwrite: It may be replaced, if it is a prepared folder.
+
+    Raises:
+        OutputNotEmpty: It holds more than its manifest names.
+    """
+    recover(out)
+    if not (overwrite and (out / MANIFEST_FILE).exists()):
+        return out
+    check_ours(out)
+    return work_folder(out)
+
+
+def place_of_parts(out: Path) -> Path:
+    """Return where the parts of a folder do wait: in it, or beside it.
+
+    Raises:
+        DataMismatch: In both places.
+    """
+    recover(out)
+    beside = work_folder(out)
+    if not pending_plans(beside):
+        return out
+    if pending_plans(out):
+        raise DataMismatch(
+            f"parts of a conversion wait in `{printable(str(out))}`, and others in "
+            f"`{printable(str(beside))}` to replace it",
+            f"remove those that are not wanted: the `{PARTS_FOLDER}` of one of the two",
+        )
+    return beside
 
 
 def pending_plans(out: Path) -> dict[str, Mapping[str, Any]]:
@@ -70,7 +108,7 @@ class PartsFolder:
     it in its place in one step.
 
     Args:
-        out: The prepared folder in the making.
+        out: Where they wait, by `place_for_parts`.
         digest: Stands for all that the processes must agree on.
     """
 
@@ -251,7 +289,8 @@ def check_room_for_parts(out: Path) -> None:
     if MANIFEST_FILE in names:
         raise OutputNotEmpty(
             f"`{name}` is a prepared folder already",
-            "choose another output folder, or let --if-needed see whether it is the right one",
+            "choose another output folder, replace it with --overwrite, or let --if-needed see "
+            "whether it is the right one",
         )
     if JOURNAL_FILE in names:
         raise OutputNotEmpty(

@@ -149,6 +149,27 @@ def test_a_cluster_goes_on_with_what_parts_have_written(
 
 
 @marked
+def test_a_cluster_replaces_a_folder_when_the_new_one_is_whole(
+    cluster: Any, source: Path, fresh: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    prepare(source, out, 1)
+    before = stamps(out)
+    seen: list[bool] = []
+    execute_on_ray(
+        plan(source),
+        out,
+        address=cluster.address,
+        overwrite=True,
+        progress=lambda _: seen.append(stamps(out) == before),
+    )
+    assert seen
+    assert all(seen)
+    assert contents(out) == fresh
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@marked
 def test_what_fails_on_a_node_fails_here_under_its_own_name(
     cluster: Any, source: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +256,6 @@ def test_ray_is_loaded_only_when_it_is_asked_for(tmp_path: Path) -> None:
     [
         (("--engine", "abacus"), "--engine abacus is not known"),
         (("--engine", "ray", "--part", "1/2"), "--engine ray and --part exclude each other"),
-        (("--engine", "ray", "--overwrite"), "--engine ray and --overwrite exclude each other"),
     ],
 )
 def test_what_contradicts_the_engine_is_refused(

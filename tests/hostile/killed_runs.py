@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from aiter_prep.execution import Part, execute, execute_part, seal
 from aiter_prep.plan import Plan, make_plan
+from aiter_prep.storage import swap
 from aiter_prep.storage.checkpoint import open_checkpoint
 
 # Audit events that announce a change of the file system; they come before the change.
@@ -83,7 +84,9 @@ def convert_part(plan: Plan, request: dict[str, Any]) -> None:
 
 
 def complete(_plan: Plan, request: dict[str, Any]) -> None:
-    """Seal what parts have written."""
+    """Seal what parts have written, perhaps where two names cannot be exchanged in one step."""
+    if not request["options"].get("exchange", True):
+        swap._exchange = lambda one, other: False  # noqa: ARG005 - as it is called
     seal(request["out"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,36 @@ def test_a_killed_seal_is_repeated(
             check_unsealed(scene, out)
         seal(out)
         check_sealed(scene, out)
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_a_killed_seal_leaves_the_old_folder_or_the_new_one(
+    is_exchanged: bool, runner: Runner, scene: Scene, tmp_path: Path
+) -> None:
+    prepare(scene.source, tmp_path / "old", 1)
+    old = contents(tmp_path / "old")
+    plan = plan_of(scene.source, TP, max_shard_bytes=SHARD_BYTES)
+
+    def ready(name: str) -> Path:
+        out = tmp_path / name / "out"
+        shutil.copytree(tmp_path / "old", out)
+        for number in (1, 2):
+            execute_part(plan, out, Part(2, number), workers=1, overwrite=True)
+        return out
+
+    options = {"act": "seal", "exchange": is_exchanged}
+    count = runner.run(scene.source, ready("whole"), 0, **options)
+    check_sealed(scene, tmp_path / "whole" / "out")
+    for point in spread_over(count, 2 * POINTS):
+        out = ready(f"at-{point}")
+        assert runner.run(scene.source, out, point, **options) == 0
+        assert out.exists() or not is_exchanged  # two renames leave none for a moment
+        if out.exists():
+            assert contents(out)[MANIFEST] in {old[MANIFEST], scene.fresh[MANIFEST]}
+            assert verify(out).is_clean
+        seal(out)
+        check_sealed(scene, out)
+        assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 # --- real processes -----------------------------------------------------------------------------

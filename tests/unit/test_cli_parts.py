@@ -158,7 +158,6 @@ def test_a_source_elsewhere_can_be_named(run: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--part", "1/2", "--overwrite"), "--part and --overwrite exclude each other"),
         (("--part", "3/2"), "part 3/2 is none"),
         (("--part", "auto"), "neither SLURM_ARRAY_TASK_ID nor JOB_COMPLETION_INDEX is set"),
     ],
@@ -177,6 +176,19 @@ def test_a_part_goes_into_no_prepared_folder(run: CommandLine) -> None:
     assert said.code == 12
     assert "--if-needed" in said.err
     assert prepared.stamps(Path("out")) == before
+
+
+def test_parts_replace_a_folder_when_they_are_sealed(run: CommandLine) -> None:
+    run("convert", "model", "one", *SIZES)
+    run("convert", "model", "out", "--tp", "1", "--gfx", "gfx950")
+    before = prepared.stamps(Path("out"))
+    for part in ("1/2", "2/2"):
+        assert run("convert", "model", "out", *SIZES, "--part", part, "--overwrite").code == 0
+    assert prepared.stamps(Path("out")) == before
+    assert run("seal", "out").code == 0
+    assert prepared.contents(Path("out")) == prepared.contents(Path("one"))
+    again = ("convert", "model", "out", *SIZES, "--part", "1/2", "--overwrite", "--if-needed")
+    assert "holds exactly this conversion already" in run(*again).out
 
 
 # --- only if needed -----------------------------------------------------------------------------

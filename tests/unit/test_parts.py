@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def plan(source: Path, tp: int = 2, **options: Any) -> Plan:
 
 def part(source: Path, out: Path, number: int, count: int = 3, **options: Any) -> Share:
     """Write one part."""
-    return execute_part(plan(source, **options), out, Part(count, number), workers=1)
+    overwrite = options.pop("overwrite", False)
+    share = Part(count, number)
+    return execute_part(plan(source, **options), out, share, workers=1, overwrite=overwrite)
 
 
 def parts(source: Path, out: Path, *numbers: int, count: int = 3, **options: Any) -> None:
@@ -263,6 +266,93 @@ def test_parts_do_not_mix_with_one_run(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / MANIFEST).unlink()
     (tmp_path / "out" / JOURNAL).touch()
     assert "by another run" in refusal(lambda: part(source, tmp_path / "out", 1), OutputNotEmpty)
+
+
+# --- replacing ----------------------------------------------------------------------------------
+
+BESIDE = ".out.aiter_prep.partial"
+
+
+def test_a_folder_is_replaced_when_its_parts_are_sealed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(source, out, 1)
+    before = stamps(out)
+    parts(source, out, 1, 3, overwrite=True)
+    assert "those of part 2/3" in refusal(lambda: seal(out))
+    assert stamps(out) == before
+    assert problems_of(out, source) == ()
+    part(source, out, 2, overwrite=True)
+    assert part(source, out, 1, overwrite=True).written_bytes == 0
+    assert stamps(out) == before
+    manifest = seal(out)
+    execute(plan(source), tmp_path / "one")
+    assert contents(out) == contents(tmp_path / "one")
+    assert seal(out) == manifest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out", "source"]
+
+
+def test_where_nothing_is_to_be_replaced_parts_wait_in_the_folder(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    parts(source, out, 1, 2, overwrite=True)
+    part(source, out, 3)
+    assert len(notes_of(out)) == len(plan(source).shards)
+    seal(out)
+    execute(plan(source), tmp_path / "one")
+    assert contents(out) == contents(tmp_path / "one")
+
+
+def test_only_a_prepared_folder_is_replaced(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(source, out, 1)
+    (out / "notes.txt").write_text("mine", "utf-8")
+    before = stamps(out)
+    act = partial(part, source, out, 1, overwrite=True)
+    assert "holds `notes.txt`" in refusal(act, OutputNotEmpty)
+    (out / "notes.txt").unlink()
+    parts(source, out, 1, 2, 3, overwrite=True)
+    (out / "notes.txt").write_text("mine", "utf-8")  # meanwhile
+    assert "holds `notes.txt`" in refusal(lambda: seal(out), OutputNotEmpty)
+    assert {name: stamp[2] for name, stamp in stamps(out).items()} == {
+        name: stamp[2] for name, stamp in before.items()
+    }
+    (out / "notes.txt").unlink()
+    (out / MANIFEST).unlink()
+    (out / JOURNAL).touch()
+    assert "by another run" in refusal(act, OutputNotEmpty)
+
+
+def test_a_folder_that_went_away_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(source, out, 1)
+    parts(source, out, 1, 2, 3, overwrite=True)
+    shutil.rmtree(out)
+    assert "no prepared folder any more" in refusal(lambda: seal(out))
+    (tmp_path / BESIDE).rename(out)
+    seal(out)
+    execute(plan(source), tmp_path / "one")
+    assert contents(out) == contents(tmp_path / "one")
+
+
+def test_parts_in_two_places_are_told_apart(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(source, out, 1)
+    part(source, out, 1, overwrite=True)
+    shutil.rmtree(out)
+    part(source, out, 1)
+    assert "to replace it" in refusal(lambda: seal(out))
+    shutil.rmtree(tmp_path / BESIDE)
+    parts(source, out, 2, 3)
+    assert seal(out).shards
+
+
+def test_parts_of_another_plan_are_not_replaced(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(source, out, 1)
+    part(source, out, 1, overwrite=True)
+    other = partial(execute_part, plan(source, 4), out, Part(3, 1), overwrite=True)
+    assert "holds parts of another conversion" in refusal(other, OutputNotEmpty)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".hidden", "config.json"])
