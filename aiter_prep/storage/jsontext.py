@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from aiter_prep.errors import BadSource
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MAX_DEPTH = 100  # no config, header, index or manifest comes near; our own writer copes with it
 # A text of brackets alone becomes Python objects of 25 times its size. The densest honest text, a
@@ -17,6 +14,7 @@ MAX_DEPTH = 100  # no config, header, index or manifest comes near; our own writ
 BYTES_PER_BRACKET = 12
 SMALL_BYTES = 1024 * 1024
 MAX_SHOWN = 20
+_CONTAINERS = frozenset({dict, list})
 
 
 class JsonFault(ValueError):
@@ -35,14 +33,11 @@ def parse(text: bytes | str, what: str) -> Any:
     """
     try:
         _check_density(text)
-        document = json.loads(
-            # left to itself, `json` also takes UTF-16, and halves of surrogates
-            text if isinstance(text, str) else text.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
-        _check_depth(document)
+        # left to itself, `json` also takes UTF-16, and halves of surrogates
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        document = json.loads(decoded, parse_constant=_refuse_constant, parse_float=_finite)
+        if not _has_all_keys(decoded, _count_keys(document)):
+            json.loads(decoded, object_pairs_hook=_refuse_twins)
     except (ValueError, RecursionError) as fault:
         reason = "nested too deeply" if isinstance(fault, RecursionError) else str(fault)
         raise BadSource(f"{what} is not valid JSON: {printable(reason)}") from None
@@ -97,18 +92,34 @@ def _check_density(text: bytes | str) -> None:
         raise JsonFault(f"{brackets} brackets in {len(text)} bytes")
 
 
-def _check_depth(document: Any) -> None:
-    level = [document]
+def _count_keys(document: Any) -> int:
+    """Return how many keys all objects of a document have together.
+
+    Raises:
+        JsonFault: It is nested too deeply.
+    """
+    keys = 0
+    level = [document] if type(document) in _CONTAINERS else []
     for _ in range(MAX_DEPTH):
+        if not any(level):
+            return keys
+        keys += sum(len(value) for value in level if type(value) is dict)
         level = [
             child
             for value in level
-            if isinstance(value, (dict, list))
-            for child in (value.values() if isinstance(value, dict) else value)
+            for child in (value.values() if type(value) is dict else value)
+            if type(child) in _CONTAINERS
         ]
-        if not level:
-            return
     raise JsonFault(f"nested more than {MAX_DEPTH} deep")
+
+
+def _has_all_keys(text: str, keys: int) -> bool:
+    """Return whether a document's keys are surely as many as its text has: none stands twice.
+
+    Each has a colon behind it. Most texts have no other colons, and hardly any has others that
+    follow a quote or a space.
+    """
+    return keys == text.count(":") or keys == sum(text.count(mark + ":") for mark in '" \t\r\n')
 
 
 def _finite(text: str) -> float:
@@ -118,16 +129,13 @@ def _finite(text: str) -> float:
     return number
 
 
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    pairs = list(pairs)
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
+def _refuse_twins(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 raise JsonFault(f"the key `{printable(key)}` stands twice")
             seen.add(key)
-    return unique
 
 
 def _refuse_constant(name: str) -> NoReturn:
