@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 from aiter_prep.errors import NoRule
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # mirrors safetensors/src/tensor.rs::Dtype and Dtype::bitsize (0.7)
 BITS: dict[str, int] = {
@@ -52,7 +49,8 @@ def bits_of(dtype: str) -> int:
         ) from None
 
 
-def bytes_of(dtype: str, shape: Sequence[int]) -> int | None:
+@lru_cache(maxsize=4096)  # the tensors of a model have few shapes
+def bytes_of(dtype: str, shape: tuple[int, ...]) -> int | None:
     """Return the bytes of a tensor, or None if its bits do not fill whole bytes.
 
     Raises:

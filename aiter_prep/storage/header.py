@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiter_prep.errors import BadSource, NoRule
 from aiter_prep.storage import jsontext
@@ -27,9 +28,8 @@ MAX_OFFSET = 2**127  # larger ones are not worth a message of their own
 MAX_NAME = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor of a shard.
+class TensorInfo(NamedTuple):
+    """One tensor of a shard; a tuple, for a checkpoint has a hundred thousand.
 
     Attributes:
         name: The tensor's name.
@@ -104,7 +104,7 @@ def parse_header(raw: bytes, file: str, file_bytes: int, times: tuple[int, int] 
     entries = jsontext.parse_object(raw[PREFIX_BYTES:], what)
     metadata = _metadata(entries.pop("__metadata__", {}), what)
     tensors = [_tensor(name, entry, file, len(raw)) for name, entry in entries.items()]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.total_bytes))
+    tensors.sort(key=attrgetter("start", "total_bytes"))
     _check_tiling(tensors, len(raw), file_bytes, file)
     return Header(
         file=file,
@@ -175,35 +175,47 @@ def _metadata(value: Any, what: str) -> dict[str, str]:
 
 
 def _tensor(name: str, entry: Any, file: str, data_start: int) -> TensorInfo:
-    where = f"tensor `{printable(name)}` in `{printable(file)}`"
     if not is_sound_name(name):
-        raise BadSource(
-            f"{where} has a name that cannot be trusted: {len(name)} characters; at most "
-            f"{MAX_NAME}, and no control characters, are allowed"
+        raise _refusal(
+            name,
+            file,
+            f"has a name that cannot be trusted: {len(name)} characters; at most {MAX_NAME}, and "
+            "no control characters, are allowed",
         )
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         begin, end = offsets
     except (KeyError, TypeError, ValueError):
-        raise BadSource(f"{where} lacks a dtype, a shape or two data offsets") from None
+        raise _refusal(name, file, "lacks a dtype, a shape or two data offsets") from None
     if not isinstance(dtype, str) or not isinstance(shape, list) or len(entry) != len(_FIELDS):
-        raise BadSource(f"{where} has fields of the wrong kind")
-    if not all(type(number) is int and 0 <= number <= MAX_DIMENSION for number in shape):
-        raise BadSource(f"{where} has the impossible shape {shown(shape)}")
+        raise _refusal(name, file, "has fields of the wrong kind")
+    for number in shape:
+        if type(number) is not int or not 0 <= number <= MAX_DIMENSION:
+            raise _refusal(name, file, f"has the impossible shape {shown(shape)}")
     if len(shape) > MAX_AXES:
-        raise BadSource(f"{where} has {len(shape)} axes, the limit is {MAX_AXES}")
+        raise _refusal(name, file, f"has {len(shape)} axes, the limit is {MAX_AXES}")
     if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_OFFSET:
-        raise BadSource(f"{where} has impossible offsets {shown(offsets)}")
+        raise _refusal(name, file, f"has impossible offsets {shown(offsets)}")
+    sizes = tuple(shape)
     try:
-        expected = bytes_of(dtype, shape)
+        expected = bytes_of(dtype, sizes)
     except NoRule as fault:
+        where = _where(name, file)
         raise NoRule(f"{where}: {printable(fault.message)}", fault.hint) from None
     if expected != end - begin:
         takes = "more than any file has" if (expected or 0) > MAX_FILE_BYTES else expected
-        raise BadSource(
-            f"{where} has {end - begin} bytes, but {dtype} {shown(shape)} takes {takes}"
+        raise _refusal(
+            name, file, f"has {end - begin} bytes, but {dtype} {shown(shape)} takes {takes}"
         )
-    return TensorInfo(name, dtype, tuple(shape), file, data_start + begin, end - begin)
+    return TensorInfo(name, dtype, sizes, file, data_start + begin, end - begin)
+
+
+def _refusal(name: str, file: str, fault: str) -> BadSource:
+    return BadSource(f"{_where(name, file)} {fault}")
+
+
+def _where(name: str, file: str) -> str:
+    return f"tensor `{printable(name)}` in `{printable(file)}`"
 
 
 def is_sound_name(name: str) -> bool:

@@ -101,7 +101,7 @@ def test_what_safetensors_reads_we_read_alike(
 ) -> None:
     tensors: tiny.Tensors = {}
     for number, (dtype, shape) in enumerate(specs):
-        size = bytes_of(dtype, shape)
+        size = bytes_of(dtype, tuple(shape))
         assert size is not None
         tensors[f"t{number}"] = tiny.Tensor(dtype, tuple(shape), bytes(size))
     path = tmp_path_factory.mktemp("shard") / "model.safetensors"
