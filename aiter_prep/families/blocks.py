@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from aiter_prep.storage.header import TensorInfo
+
+    _Spelled = dict[int | None, TensorInfo]
 
 MATRIX_AXES = 2
 EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -106,21 +109,17 @@ class ExpertBlock:
         return sum(t.total_bytes for part in self.parts.values() for t in part.tensors)
 
 
-class BlockBuilder:
-    """Collects the tensors of one experts module."""
+class _Module:
+    """The tensors of one experts module, by spelling of projection and suffix, then by expert."""
 
-    def __init__(self, experts: str) -> None:
+    def __init__(self, experts: str, found: Mapping[tuple[str, str], _Spelled]) -> None:
         self._experts = experts
-        self._found: dict[tuple[str, str], dict[int | None, TensorInfo]] = {}
-        self._names: dict[tuple[str, str], ExpertName] = {}
+        self._found = found
+        self._names = {
+            key: ExpertName(experts, next(iter(tensors)), *key) for key, tensors in found.items()
+        }
 
-    def add(self, name: ExpertName, tensor: TensorInfo) -> None:
-        """Add one tensor."""
-        key = (name.key, name.suffix)
-        self._names.setdefault(key, name)
-        self._found.setdefault(key, {})[name.expert] = tensor
-
-    def build(self, expected_experts: frozenset[int], model_type: str) -> ExpertBlock:
+    def block(self, expected_experts: frozenset[int], model_type: str) -> ExpertBlock:
         """Return the module, checked.
 
         Args:
@@ -205,7 +204,7 @@ class BlockBuilder:
         tensors = tuple(found[expert] for expert in ((None,) if fused else range(count)))
         first = tensors[0]
         for tensor in tensors:
-            if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
+            if tensor.dtype != first.dtype or tensor.shape != first.shape:
                 raise BadSource(
                     f"tensor `{printable(tensor.name)}` is {tensor.dtype} {list(tensor.shape)}, "
                     f"`{printable(first.name)}` is {first.dtype} {list(first.shape)}"
@@ -259,18 +258,16 @@ def group_blocks(
         BadSource: A module lacks a tensor.
         NoRule: No scheme describes a module.
     """
-    builders: dict[str, BlockBuilder] = {}
-    for name, tensor in named:
-        builder = builders.get(name.experts)
-        if builder is None:
-            builder = builders[name.experts] = BlockBuilder(name.experts)
-        builder.add(name, tensor)
+    modules: dict[str, dict[tuple[str, str], _Spelled]] = defaultdict(lambda: defaultdict(dict))
+    for (experts, expert, key, suffix), tensor in named:
+        modules[experts][key, suffix][expert] = tensor
     expected = expert_counts(config)
     model_type = text_model_type(config)
-    for experts in sorted(builders, key=natural_key):
+    for experts in sorted(modules, key=natural_key):
         # an MTP block may have its own number of experts, as DeepSeek-V4.1's does
         is_mtp = "mtp" in experts.split(".")
-        block = builders[experts].build(frozenset() if is_mtp else expected, model_type)
+        module = _Module(experts, modules[experts])
+        block = module.block(frozenset() if is_mtp else expected, model_type)
         yield replace(block, inputs=inputs_of(config, experts))
 
 

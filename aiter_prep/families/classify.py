@@ -71,7 +71,7 @@ def classify(
     common: list[TensorInfo] = []
     unknown: list[str] = []
     for name, tensor in checkpoint.tensors.items():
-        if any(fnmatchcase(name, pattern) for pattern in as_common):
+        if as_common and any(fnmatchcase(name, pattern) for pattern in as_common):
             common.append(tensor)
         elif (parsed := parse_expert_name(name)) is not None:
             # a packed weight's shape: engines compute it again, and only `restore` needs it

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiter_prep.errors import NoRule
 from aiter_prep.storage.jsontext import printable
@@ -133,8 +134,7 @@ _PER_EXPERT_FIELDS = 3
 MAX_DIGITS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertName:
+class ExpertName(NamedTuple):
     """What the name of a routed-expert tensor says.
 
     Attributes:
@@ -163,14 +163,14 @@ def parse_expert_name(name: str) -> ExpertName | None:
         experts, tail = "experts", name[len("experts.") :]
     else:
         return None
-    parsed = _parse_tail(experts, tail)
+    parsed = _parse_tail(tail)
     if parsed is None:
         raise NoRule(
             f"tensor `{printable(name)}` lies below an experts module, but no family names a "
             "tensor so",
             "docs/adding-a-family.md says how to add one",
         )
-    return parsed
+    return ExpertName(experts, *parsed)
 
 
 def role_of(name: ExpertName) -> str:
@@ -210,15 +210,17 @@ def family_of(experts: str, names: Iterable[ExpertName], model_type: str) -> Fam
     )
 
 
-def _parse_tail(experts: str, tail: str) -> ExpertName | None:
+@lru_cache(maxsize=16384)  # the layers of a model have their tails in common
+def _parse_tail(tail: str) -> tuple[int | None, str, str] | None:
+    """Return expert, key and suffix of a name that ends so."""
     if tail in _FUSED_KEYS:
-        return ExpertName(experts, None, tail, tail)
+        return None, tail, tail
     fields = tail.split(".")
     if len(fields) != _PER_EXPERT_FIELDS or not _is_number(fields[0]):
         return None
     if fields[1] not in _PROJECTION_KEYS or fields[2] not in SUFFIXES:
         return None
-    return ExpertName(experts, int(fields[0]), fields[1], fields[2])
+    return int(fields[0]), fields[1], fields[2]
 
 
 def _is_number(text: str) -> bool:
