@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from aiter_prep.plan.cut import Parallel, cut_block
 from aiter_prep.plan.make import DEFAULT_MAX_SHARD_BYTES
-from aiter_prep.plan.shards import common_shards, rank_shards
+from aiter_prep.plan.shards import common_shards, shards_of_rank
 from aiter_prep.plan.stacks import stacks_of
 from aiter_prep.storage.dtypes import bytes_of
 
@@ -95,6 +95,7 @@ def forecasts_of(
     Raises:
         NoRule: One of these numbers does not work.
     """
+    kinds = _kinds(modules)
     common_bytes: dict[int, int] = {}
     for tp in sizes:
         facts = {"ep": 1, "gfx": gfx, "target": target, "tp": tp}
@@ -102,42 +103,54 @@ def forecasts_of(
         if digits not in common_bytes:
             shards = common_shards(common, DEFAULT_MAX_SHARD_BYTES, facts)
             common_bytes[digits] = _size_of(shards)
-        roles = tuple(_roles(list(_weighted(modules, tp)), common))
-        by_rank = list(_rank_bytes(modules, tp, facts))
+        weighted: list[tuple[Stack, int]] = []
+        named: dict[str, tuple[Stack, ...]] = {}
+        for members in kinds:
+            first = members[0][0]
+            stacks = _stacks(members[0], tp)
+            weighted += [(stack, len(members)) for stack in stacks]
+            named |= {block.experts: _renamed(stacks, first, block) for block, _ in members}
+        roles = tuple(_roles(weighted, common))
+        by_rank = list(_rank_bytes([named[block.experts] for block, _ in modules], tp, facts))
         yield _forecast(tp, by_rank, common_bytes[digits], roles)
 
 
-def _rank_bytes(modules: Sequence[Module], tp: int, facts: Mapping[str, object]) -> Iterator[int]:
+def _rank_bytes(
+    blocks: Sequence[Sequence[Stack]], tp: int, facts: Mapping[str, object]
+) -> Iterator[int]:
     """Yield the size of each rank's shards; ranks whose numbers are as long are of one size."""
     size = 0
     for rank in range(tp):
         if not rank or len(str(rank)) > len(str(rank - 1)):
-            stacks = [tuple(_stacks(module, tp, (rank,))) for module in modules]
-            size = _size_of(rank_shards(stacks, (rank,), DEFAULT_MAX_SHARD_BYTES, facts))
+            shards = shards_of_rank(blocks, rank, rank, DEFAULT_MAX_SHARD_BYTES, facts)
+            size = _size_of(shards)
         yield size
 
 
-def _weighted(modules: Sequence[Module], tp: int) -> Iterator[tuple[Stack, int]]:
-    """Yield the output tensors of one of all modules that are alike, and how many these are."""
-    for module, count in _distinct(modules):
-        for stack in _stacks(module, tp, range(tp)):
-            yield stack, count
-
-
-def _stacks(module: Module, tp: int, ranks: Sequence[int]) -> Iterator[Stack]:
-    block, path = module
-    return stacks_of(block, path, cut_block(block, path, Parallel(tp)), ranks)
-
-
-def _distinct(modules: Sequence[Module]) -> Iterator[tuple[Module, int]]:
-    """Yield one of all modules that come to the same sizes, and how many there are."""
+def _kinds(modules: Sequence[Module]) -> list[list[Module]]:
+    """Return the modules, those together whose output tensors differ in their names alone."""
     alike: dict[tuple[object, ...], list[Module]] = defaultdict(list)
     for block, path in modules:
-        dtypes = tuple((key, part.dtype, part.fused) for key, part in sorted(block.parts.items()))
+        parts = tuple(
+            (key, part.suffix, part.dtype, part.fused, part.rows, part.columns)
+            for key, part in sorted(block.parts.items())
+        )
         sizes = (block.num_experts, block.hidden, block.intermediate)
-        alike[block.family.name, block.scheme.name, id(path), sizes, dtypes].append((block, path))
-    for members in alike.values():
-        yield members[0], len(members)
+        alike[block.family.name, block.scheme.name, id(path), sizes, parts].append((block, path))
+    return list(alike.values())
+
+
+def _stacks(module: Module, tp: int) -> tuple[Stack, ...]:
+    block, path = module
+    return tuple(stacks_of(block, path, cut_block(block, path, Parallel(tp)), range(tp)))
+
+
+def _renamed(stacks: Iterable[Stack], module: ExpertBlock, other: ExpertBlock) -> tuple[Stack, ...]:
+    """Return a module's output tensors as those of another of its kind."""
+    return tuple(
+        replace(stack, name=other.experts + stack.name.removeprefix(module.experts))
+        for stack in stacks
+    )
 
 
 def _size_of(shards: Iterable[Shard]) -> int:

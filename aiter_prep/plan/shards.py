@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiter_prep.storage.dtypes import width_of
 from aiter_prep.storage.folder import shard_file
@@ -40,8 +40,7 @@ class Shard:
         return self.layout.file
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """A tensor that wants a place: name, dtype, shape, layout name or None, and its size."""
 
     name: str
@@ -59,9 +58,20 @@ def rank_shards(
 ) -> Iterator[Shard]:
     """Yield the shards of every rank; the tensors of one module stay together where they fit."""
     for index, rank in enumerate(ranks):
-        groups = [[_stack_item(stack, index) for stack in stacks] for stacks in blocks]
-        for part, items in enumerate(_parts(groups, max_shard_bytes)):
-            yield _shard(rank, part, items, facts)
+        yield from shards_of_rank(blocks, rank, index, max_shard_bytes, facts)
+
+
+def shards_of_rank(
+    blocks: Sequence[Sequence[Stack]],
+    rank: int,
+    index: int,
+    max_shard_bytes: int,
+    facts: Mapping[str, object],
+) -> Iterator[Shard]:
+    """Yield the shards of one rank, whose number among those that were planned is `index`."""
+    groups = [[_stack_item(stack, index) for stack in stacks] for stacks in blocks]
+    for part, items in enumerate(_parts(groups, max_shard_bytes)):
+        yield _shard(rank, part, items, facts)
 
 
 def common_shards(
