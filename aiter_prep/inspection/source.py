@@ -16,6 +16,7 @@ from aiter_prep.inspection.forecast import Module, forecasts_of
 from aiter_prep.inspection.model import ExpertGroup, Outlook, expert_groups
 from aiter_prep.plan.cut import workable_tp
 from aiter_prep.plan.make import path_of, traits_for
+from aiter_prep.storage.collector import collector_paused
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.targets.table import TARGETS
 
@@ -87,6 +88,7 @@ class SourceInspection:
         return {"kind": "source", **asdict(self), "folder": str(self.folder)}
 
 
+@collector_paused()
 def inspect_source(checkpoint: Checkpoint) -> SourceInspection:
     """Tell what a checkpoint holds; what no rule knows is a problem in the result, not raised."""
     sorted_out = _sort(checkpoint)

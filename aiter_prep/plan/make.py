@@ -13,6 +13,7 @@ from aiter_prep.plan.shards import Shard, common_shards, rank_shards
 from aiter_prep.plan.stacks import stacks_of
 from aiter_prep.sharding import PLACEMENTS
 from aiter_prep.storage.checkpoint import is_plain_name
+from aiter_prep.storage.collector import collector_paused
 from aiter_prep.storage.folder import small_files
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.targets.model import DEFAULT, OPTIONS
@@ -104,6 +105,7 @@ class Plan:
         return len(self.ranks) == self.parallel.ranks
 
 
+@collector_paused()
 def make_plan(
     checkpoint: Checkpoint,
     *,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import BadSource, NoRule
 from aiter_prep.storage import jsontext
+from aiter_prep.storage.collector import collector_paused
 from aiter_prep.storage.files import leaves_folder, read_whole
 from aiter_prep.storage.header import Header, TensorInfo, read_header
 from aiter_prep.storage.jsontext import printable
@@ -122,6 +124,7 @@ def open_by_headers(
     return _checked(remote.folder, name, revision, config, weight_map, ordered, remote)
 
 
+@collector_paused()
 def _open(folder: Path, name: str | None, revision: str | None) -> Checkpoint:
     _refuse_prepared_folder(folder)
     config = _read_config(folder)
@@ -279,6 +282,7 @@ def is_plain_name(file: str) -> bool:
     )
 
 
+@lru_cache(maxsize=1024)  # an index names few files, but each for thousands of tensors
 def _is_shard_name(file: str) -> bool:
     return file.endswith(".safetensors") and is_plain_name(file)
 
