@@ -65,7 +65,17 @@ def test_what_is_no_object_is_refused(text: str, kind: str) -> None:
         parse_object(text, "it")
 
 
-@pytest.mark.parametrize("text", ['{"a":1,"a":1}', '[{"b":{"a":1,"b":2,"a":3}}]', '{"":1,"":2}'])
+TWINS = [
+    '{"a":1,"a":1}',
+    '[{"b":{"a":1,"b":2,"a":3}}]',
+    '{"":1,"":2}',
+    '{"a":1,"a" :1}',
+    '{"a"\n\t:1,"a"\r:":"}',
+    '{"a":{"b":1},"a":":"}',
+]
+
+
+@pytest.mark.parametrize("text", TWINS)
 def test_a_key_that_stands_twice_is_refused(text: str) -> None:
     with pytest.raises(BadSource, match="stands twice"):
         parse(text, "it")
@@ -73,6 +83,16 @@ def test_a_key_that_stands_twice_is_refused(text: str) -> None:
 
 def test_the_keys_of_different_objects_may_be_alike() -> None:
     assert parse('{"a":{"a":1},"b":{"a":2}}', "it") == {"a": {"a": 1}, "b": {"a": 2}}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", ":", '":', " :"]), st.text('":, ')), max_size=4))
+def test_colons_in_keys_and_values_hide_no_key_and_make_none(pairs: list[tuple[str, str]]) -> None:
+    text = "{" + ", ".join(f"{json.dumps(key)} : {json.dumps(item)}" for key, item in pairs) + "}"
+    if len(dict(pairs)) == len(pairs):
+        assert parse(text, "it") == dict(pairs)
+    else:
+        with pytest.raises(BadSource, match="stands twice"):
+            parse(text, "it")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 50_000 + "]" * 50_000])
