@@ -13,6 +13,7 @@ from aiter_prep.layouts.permutation import Layout
 from aiter_prep.manifest_rules import check_manifest
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
+from aiter_prep.storage.collector import collector_paused
 from aiter_prep.storage.digest import digest_of
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.jsontext import printable, shown
@@ -269,6 +270,7 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(text)
 
 
+@collector_paused()
 def parse_manifest(text: bytes) -> Manifest:
     """Return the manifest that a text holds.
 

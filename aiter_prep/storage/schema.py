@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from aiter_prep.storage.jsontext import printable, shown
 
 MAX_INTEGER = 2**63 - 1
-_TYPES: dict[str, type | tuple[type, ...]] = {
+_TYPES: dict[str, type] = {
     "array": list,
     "boolean": bool,
     "integer": int,
@@ -19,11 +19,33 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 _NOTES = frozenset({"$schema", "$id", "$defs", "title", "description"})
 
-Check: TypeAlias = Callable[[Any, str], None]
+# a name, or a place and what leads on from it: joined into text only where there is a fault
+Place: TypeAlias = "str | tuple[Place, str | int]"
+Check: TypeAlias = Callable[[Any, Place], None]
+# what a keyword asks, and of values of which type; None: of all
+_Rule: TypeAlias = tuple[type | None, Check]
+_KEY_OF = -1  # in the stead of an item's number
 
 
 class SchemaFault(ValueError):
-    """A value is not what the schema says."""
+    """A value is not what the schema says; many are caught, so it is put into words late."""
+
+    def __init__(self, where: Place, says: str, *value: Any) -> None:
+        super().__init__(where, says, *value)
+        self._where, self._says, self._value = where, says, value
+
+    def __str__(self) -> str:
+        seen = f"is {shown(self._value[0], 60)}, " if self._value else ""
+        return f"{_spelled(self._where)} {seen}{self._says}"
+
+
+def _spelled(where: Place) -> str:
+    if isinstance(where, str):
+        return where
+    parent, step = _spelled(where[0]), where[1]
+    if step == _KEY_OF:
+        return f"a key of {parent}"
+    return f"{parent}[{step}]" if isinstance(step, int) else f"{parent}.{printable(step, 40)}"
 
 
 def compile_schema(schema: Mapping[str, Any]) -> Check:
@@ -45,20 +67,22 @@ class _Compiler:
 
     def check_of(self, schema: Mapping[str, Any]) -> Check:
         """Return the check of a schema: that of all its keywords, its type first."""
-        parts: list[Check] = []
+        rules: list[_Rule] = []
         for keyword, value in sorted(schema.items(), key=lambda item: item[0] != "type"):
             if keyword in _NOTES or keyword in {"properties", "then", "else"}:
                 continue  # the last three go with others
-            parts.append(self._keyword(keyword, value, schema))
+            rules.append(self._keyword(keyword, value, schema))
         if "properties" in schema:
-            parts.append(self._properties(schema["properties"]))
-        return parts[0] if len(parts) == 1 else _all_of(tuple(parts))
+            rules.append(self._properties(schema["properties"]))
+        sure = _TYPES.get(schema.get("type", ""))  # what comes after the type's own check
+        parts = tuple(c if kind in {None, sure} else _where(kind, c) for kind, c in rules)
+        return parts[0] if len(parts) == 1 else _all_of(parts)
 
-    def _keyword(self, keyword: str, value: Any, schema: Mapping[str, Any]) -> Check:
+    def _keyword(self, keyword: str, value: Any, schema: Mapping[str, Any]) -> _Rule:
         if keyword in _SIMPLE:
             return _SIMPLE[keyword](value)
-        nested: dict[str, Callable[[], Check]] = {
-            "$ref": lambda: self._reference(value),
+        nested: dict[str, Callable[[], _Rule]] = {
+            "$ref": lambda: (None, self._reference(value)),
             "additionalProperties": lambda: self._others(
                 value, frozenset(schema.get("properties", ()))
             ),
@@ -77,38 +101,38 @@ class _Compiler:
             self._named[name] = self.check_of(self._root["$defs"][name.removeprefix("#/$defs/")])
         return self._named[name]
 
-    def _properties(self, properties: Mapping[str, Any]) -> Check:
+    def _properties(self, properties: Mapping[str, Any]) -> _Rule:
         checks = [(name, self.check_of(value)) for name, value in properties.items()]
 
-        def check(value: Any, where: str) -> None:
+        def check(value: Any, where: Place) -> None:
             for name, part in checks:
                 if name in value:
-                    part(value[name], f"{where}.{name}")
+                    part(value[name], (where, name))
 
-        return _where(dict, check)
+        return dict, check
 
-    def _others(self, schema: Any, known: frozenset[str]) -> Check:
+    def _others(self, schema: Any, known: frozenset[str]) -> _Rule:
         part = None if schema is False else self.check_of(schema)
 
-        def check(value: Any, where: str) -> None:
+        def check(value: Any, where: Place) -> None:
             for name in value.keys() - known:
                 if part is None:
-                    raise SchemaFault(f"{where} has the unknown field `{printable(name, 40)}`")
-                part(value[name], f"{where}.{printable(name, 40)}")
+                    raise SchemaFault(where, f"has the unknown field `{printable(name, 40)}`")
+                part(value[name], (where, name))
 
-        return _where(dict, check)
+        return dict, check
 
-    def _items(self, schema: Any, first: int) -> Check:
+    def _items(self, schema: Any, first: int) -> _Rule:
         part = None if schema is False else self.check_of(schema)
 
-        def check(value: Any, where: str) -> None:
+        def check(value: Any, where: Place) -> None:
             if part is None and len(value) > first:
-                raise SchemaFault(f"{where} has {len(value)} items, not {first}")
+                raise SchemaFault(where, f"has {len(value)} items, not {first}")
             if part is not None:
                 for number in range(first, len(value)):
-                    part(value[number], f"{where}[{number}]")
+                    part(value[number], (where, number))
 
-        return _where(list, check)
+        return list, check
 
 
 def _where(kind: type, check: Check) -> Check:
@@ -117,30 +141,28 @@ def _where(kind: type, check: Check) -> Check:
 
 
 def _all_of(parts: Sequence[Check]) -> Check:
-    def check(value: Any, where: str) -> None:
+    def check(value: Any, where: Place) -> None:
         for part in parts:
             part(value, where)
 
     return check
 
 
-def _any_of(parts: Sequence[Check]) -> Check:
-    def check(value: Any, where: str) -> None:
-        faults: list[SchemaFault] = []
+def _any_of(parts: Sequence[Check]) -> _Rule:
+    def check(value: Any, where: Place) -> None:
         for part in parts:
             try:
                 part(value, where)
-            except SchemaFault as fault:  # noqa: PERF203 - two or three parts
-                faults.append(fault)
-            else:
-                return
-        raise faults[0]
+            except SchemaFault:
+                continue
+            return
+        parts[0](value, where)  # once more, for its words
 
-    return check
+    return None, check
 
 
-def _if_then_else(condition: Check, then: Check, other: Check) -> Check:
-    def check(value: Any, where: str) -> None:
+def _if_then_else(condition: Check, then: Check, other: Check) -> _Rule:
+    def check(value: Any, where: Place) -> None:
         try:
             condition(value, where)
         except SchemaFault:
@@ -148,80 +170,80 @@ def _if_then_else(condition: Check, then: Check, other: Check) -> Check:
         else:
             then(value, where)
 
-    return check
+    return None, check
 
 
-def _each_key(part: Check) -> Check:
-    def check(value: Any, where: str) -> None:
+def _each_key(part: Check) -> _Rule:
+    def check(value: Any, where: Place) -> None:
         for key in value:
-            part(key, f"a key of {where}")
+            part(key, (where, _KEY_OF))
 
-    return _where(dict, check)
+    return dict, check
 
 
-def _prefix(parts: Sequence[Check]) -> Check:
-    def check(value: Any, where: str) -> None:
+def _prefix(parts: Sequence[Check]) -> _Rule:
+    def check(value: Any, where: Place) -> None:
         for number, (part, item) in enumerate(zip(parts, value, strict=False)):
-            part(item, f"{where}[{number}]")
+            part(item, (where, number))
 
-    return _where(list, check)
+    return list, check
 
 
-def _type(name: str) -> Check:
+def _type(name: str) -> _Rule:
     kind = _TYPES[name]
 
-    def check(value: Any, where: str) -> None:
+    def check(value: Any, where: Place) -> None:
         if type(value) is not kind:
-            raise SchemaFault(f"{where} is {shown(value, 60)}, not of type {name}")
-        if isinstance(value, int) and abs(value) > MAX_INTEGER:
-            raise SchemaFault(f"{where} is an integer of more than 64 bits")
+            raise SchemaFault(where, f"not of type {name}", value)
+        if type(value) is int and abs(value) > MAX_INTEGER:
+            raise SchemaFault(where, "is an integer of more than 64 bits")
 
-    return check
+    return None, check
 
 
-def _only(kind: type, holds: Callable[[Any], bool], what: str) -> Check:
-    def check(value: Any, where: str) -> None:
+def _only(kind: type, holds: Callable[[Any], bool], what: str) -> _Rule:
+    def check(value: Any, where: Place) -> None:
         if not holds(value):
-            raise SchemaFault(f"{where} is {shown(value, 60)}, {what}")
+            raise SchemaFault(where, what, value)
 
-    return _where(kind, check)
+    return kind, check
 
 
-def _const(wanted: Any) -> Check:
+def _const(wanted: Any) -> _Rule:
     return _enum([wanted])
 
 
-def _enum(wanted: Sequence[Any]) -> Check:
-    def check(value: Any, where: str) -> None:
+def _enum(wanted: Sequence[Any]) -> _Rule:
+    def check(value: Any, where: Place) -> None:
         if not any(type(value) is type(one) and value == one for one in wanted):
-            raise SchemaFault(f"{where} is {shown(value, 60)}, which is not known")
+            raise SchemaFault(where, "which is not known", value)
 
-    return check
+    return None, check
 
 
-def _pattern(text: str) -> Check:
+def _pattern(text: str) -> _Rule:
     assert text.endswith("$"), text
     regex = re.compile(text[:-1] + r"\Z", re.ASCII)  # `$` would let a newline follow
     return _only(str, lambda value: regex.search(value) is not None, "which is no such text")
 
 
-def _required(names: Sequence[str]) -> Check:
+def _required(names: Sequence[str]) -> _Rule:
     needed = frozenset(names)
 
-    def check(value: Any, where: str) -> None:
+    def check(value: Any, where: Place) -> None:
         if missing := needed - value.keys():
-            raise SchemaFault(f"{where} lacks `{min(missing)}`")
+            raise SchemaFault(where, f"lacks `{min(missing)}`")
 
-    return _where(dict, check)
+    return dict, check
 
 
-def _unique(_is_asked: Any) -> Check:
+def _unique(_is_asked: Any) -> _Rule:
     return _only(
         list, lambda value: len(set(map(repr, value))) == len(value), "with one item twice"
     )
 
 
-_SIMPLE: dict[str, Callable[[Any], Check]] = {
+_SIMPLE: dict[str, Callable[[Any], _Rule]] = {
     "type": _type,
     "const": _const,
     "enum": _enum,
