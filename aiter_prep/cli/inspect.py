@@ -36,7 +36,9 @@ def inspect(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.svg", dir_okay=False, help="Also draw where the bytes are: a picture."
+            metavar="FILE.svg|png",
+            dir_okay=False,
+            help="Also draw where the bytes are: a picture.",
         ),
     ] = None,
     html: Annotated[

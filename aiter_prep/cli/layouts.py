@@ -9,7 +9,7 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import Json, Quiet, Verbose, exit_codes, output_of
-from aiter_prep.cli.pictures import write_text
+from aiter_prep.cli.pictures import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -77,7 +77,7 @@ def show(
     layout = layout_named(name)
     drawn = drawing.draw(layout)
     if svg is not None:
-        write_text(svg, drawing.svg(drawn))
+        write_file(svg, drawing.svg(drawn).encode())
         output.note(f"the picture is in {svg}")
     output.lines(
         f"{name}: {drawn.rows} rows of {drawn.row_bytes} bytes",

@@ -12,16 +12,19 @@ if TYPE_CHECKING:
 
     from aiter_prep.cli.output import Output
     from aiter_prep.inspection import Inspection
+    from aiter_prep.inspection.picture import Picture
+
+PLOT_SUFFIXES = (".svg", ".png")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """Write a file.
 
     Raises:
         AiterPrepError: It cannot be written.
     """
     try:
-        path.write_text(text, "utf-8")
+        path.write_bytes(data)
     except OSError as fault:
         raise AiterPrepError(f"cannot write `{printable(str(path))}`: {fault.strerror}") from None
 
@@ -31,13 +34,19 @@ def check_suffixes(plot: Path | None, html: Path | None) -> None:
 
     Raises:
         InvalidUsage: One is not.
+        AiterPrepError: What draws it is not installed.
     """
-    for flag, path, suffix in (("--plot", plot, ".svg"), ("--html", html, ".html")):
-        if path is not None and path.suffix.lower() != suffix:
+    for flag, path, suffixes in (("--plot", plot, PLOT_SUFFIXES), ("--html", html, (".html",))):
+        if path is not None and path.suffix.lower() not in suffixes:
+            kinds = " and ".join(suffixes)
             raise InvalidUsage(
-                f"{flag} {printable(str(path))}: it writes {suffix} alone",
-                f"give a name that ends in {suffix}; any browser shows it",
+                f"{flag} {printable(str(path))}: it writes {kinds} alone",
+                f"give a name that ends in {' or '.join(suffixes)}",
             )
+    if plot is not None and plot.suffix.lower() == ".png":
+        from aiter_prep.inspection.raster import check_can_draw
+
+        check_can_draw()
 
 
 def write_pictures(
@@ -61,8 +70,18 @@ def write_pictures(
                 f"`{printable(str(path))}` is no prepared folder: --html shows what was done",
                 "convert it first, or draw it with --plot",
             )
-        write_text(html, page(path))
+        write_file(html, page(path).encode())
         output.note(f"the page is in {html}")
     if plot is not None:
-        write_text(plot, plot_of(found, path))
+        write_file(plot, _drawn(plot_of(found, path), plot.suffix.lower()))
         output.note(f"the picture is in {plot}")
+
+
+def _drawn(picture: Picture, suffix: str) -> bytes:
+    if suffix == ".png":
+        from aiter_prep.inspection.raster import png
+
+        return png(picture)
+    from aiter_prep.inspection.picture import svg
+
+    return svg(picture).encode()

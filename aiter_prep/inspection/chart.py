@@ -1,14 +1,13 @@
-"""Draws where the bytes of a folder are: an SVG picture that reads well on light and on dark."""
+"""Draws where the bytes of a folder are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 from aiter_prep.inspection.measures import PADDING
+from aiter_prep.inspection.picture import Box, Picture, Text
 from aiter_prep.quantities import percent, size
-from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,17 +20,6 @@ ROW, BAR, COLUMNS_HEIGHT, LEGEND_ROW = 26, 16, 170, 20
 CHARACTER = 7.8  # of the font, about
 MAX_LABELS = 24  # below the columns
 SLOTS = 7
-STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328 }
-.paper { fill: #ffffff } .head { font-size: 18px; font-weight: 600 }
-.title { font-weight: 600 } .soft { fill: #59636e } .line { stroke: #d1d9e0; fill: none }
-.c0 { fill: #2f7ea3 } .c1 { fill: #8cc2d9 } .c2 { fill: #4f8a5b } .c3 { fill: #b3cf9f }
-.c4 { fill: #b8732f } .c5 { fill: #e3b778 } .c6 { fill: #8d86a8 } .pad { fill: #c3c8ce }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .paper { fill: #14181d } .soft { fill: #9aa5b1 }
-  .line { stroke: #3d444d } .pad { fill: #59616b }
-}
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +90,7 @@ def tp_rows(outlooks: Sequence[Outlook]) -> list[Row]:
     return rows
 
 
-def chart(title: str, below: str, measures: Measures, more: Mapping[str, Sequence[Row]]) -> str:
+def chart(title: str, below: str, measures: Measures, more: Mapping[str, Sequence[Row]]) -> Picture:
     """Return a picture: bytes by role, bytes by layer, and other bars.
 
     Args:
@@ -121,7 +109,7 @@ def chart(title: str, below: str, measures: Measures, more: Mapping[str, Sequenc
     for heading, rows in more.items():
         if rows:
             drawing.bars(heading, rows)
-    return drawing.svg(title)
+    return Picture(title, WIDTH, drawing.y, tuple(drawing.shapes))
 
 
 class _Drawing:
@@ -129,14 +117,11 @@ class _Drawing:
 
     def __init__(self) -> None:
         self.y = 36.0
-        self._parts: list[str] = []
+        self.shapes: list[Text | Box] = []
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
         """Write some text."""
-        shown = escape(printable(text), quote=True)
-        self._parts.append(
-            f'<text x="{x:.5g}" y="{y:.5g}" class="{kind}" text-anchor="{anchor}">{shown}</text>'
-        )
+        self.shapes.append(Text(x, y, text, kind, anchor))
 
     def bars(self, heading: str, rows: Sequence[Row]) -> None:
         """Draw bars, one below the other, to the scale of the longest."""
@@ -153,7 +138,7 @@ class _Drawing:
                 x = self._rectangle(x, self.y, room * part / most, BAR, slot)
             self.text(x + 8, middle, row.value, "soft")
             self.y += ROW
-        self.y += 18
+        self.y += 28
 
     def columns(self, heading: str, measures: Measures) -> None:
         """Draw a column for each layer, its roles one above the other, and what the colours are."""
@@ -163,37 +148,24 @@ class _Drawing:
         left, base = EDGE + 70, self.y + COLUMNS_HEIGHT
         step = (WIDTH - EDGE - left) / max(1, len(measures.layers))
         for y, total in ((self.y, most), (base, 0)):
-            self._parts.append(f'<path class="line" d="M{left} {y:.5g}H{WIDTH - EDGE}"/>')
+            self._rectangle(left, y - 0.5, WIDTH - EDGE - left, 1, "line")
             self.text(left - 8, y + 4, size(total), "soft", "end")
         every = -(-len(measures.layers) // MAX_LABELS)
+        # numbers stay clear of the `rest` behind them
+        clear = CHARACTER * len("rest00") / step if None in measures.layers else 0
         for number, (layer, roles) in enumerate(measures.layers.items()):
             x, y = left + step * number, base
             for role in slots:
                 height = COLUMNS_HEIGHT * roles.get(role, 0) / most
                 y -= height
                 self._rectangle(x + step * 0.1, y, step * 0.8, height, slots[role])
-            if layer is None or number % every == 0:
+            is_marked = number % every == 0 and number + clear <= len(measures.layers)
+            if layer is None or is_marked:
                 label = "rest" if layer is None else str(layer)
                 self.text(x + step / 2, base + 18, label, "soft", "middle")
         self.y = base + 40
         self._legend({role: slots[role] for role in measures.roles})
-        self.y += 24
-
-    def svg(self, title: str) -> str:
-        """Return the whole picture."""
-        height = f"{self.y:.5g}"
-        box = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img">',
-                f"<title>{escape(printable(title), quote=True)}</title>",
-                f"<style>{STYLE}</style>",
-                f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
-                *self._parts,
-                "</svg>",
-                "",
-            ]
-        )
+        self.y += 20
 
     def _heading(self, text: str) -> None:
         self.text(EDGE, self.y, text, "title")
@@ -201,10 +173,7 @@ class _Drawing:
 
     def _rectangle(self, x: float, y: float, width: float, height: float, slot: str) -> float:
         if width > 0 and height > 0:
-            self._parts.append(
-                f'<rect class="{slot}" x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" '
-                f'height="{height:.5g}"/>'
-            )
+            self.shapes.append(Box(x, y, width, height, slot))
         return x + width
 
     def _legend(self, slots: Mapping[str, str]) -> None:

@@ -18,11 +18,12 @@ from aiter_prep.storage.jsontext import printable
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from aiter_prep.inspection.picture import Picture
     from aiter_prep.inspection.show import Inspection
 
 
-def plot_of(found: Inspection, folder: Path) -> str:
-    """Return a picture of a folder as SVG.
+def plot_of(found: Inspection, folder: Path) -> Picture:
+    """Return a picture of a folder.
 
     Args:
         found: What `inspect_path` said of it.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import itertools
 import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from PIL import Image, ImageChops, ImageColor
 
 import tiny
 from aiter_prep.cli import main
@@ -25,8 +30,10 @@ from aiter_prep.inspection.measures import (
     measure_source,
 )
 from aiter_prep.inspection.page import MAX_GROUPS, page
+from aiter_prep.inspection.picture import COLOURS, Box, Picture, Text, svg
 from aiter_prep.inspection.plot import plot_of
 from aiter_prep.inspection.prepared import PreparedInspection, inspect_prepared
+from aiter_prep.inspection.raster import png
 from aiter_prep.inspection.serving import serving_lines
 from aiter_prep.inspection.source import SourceInspection
 from aiter_prep.manifest import read_manifest
@@ -207,7 +214,7 @@ def words_of(text: str) -> list[str]:
 
 
 def test_the_picture_of_a_source_shows_roles_layers_and_padding(source: Path) -> None:
-    text = plot_of(inspect_path(source), source)
+    text = svg(plot_of(inspect_path(source), source))
     words = words_of(text)
     for heading in ("Bytes by role", "Bytes by layer", "What conversions would write"):
         assert heading in words
@@ -218,7 +225,7 @@ def test_the_picture_of_a_source_shows_roles_layers_and_padding(source: Path) ->
 
 
 def test_the_picture_of_a_prepared_folder_shows_ranks(folder: Path) -> None:
-    words = words_of(plot_of(inspect_path(folder), folder))
+    words = words_of(svg(plot_of(inspect_path(folder), folder)))
     assert {"rank 0", "rank 1", "all ranks", PADDING} <= set(words)
 
 
@@ -229,8 +236,10 @@ def test_everything_lies_within_the_picture(layers: int) -> None:
     }
     roles = {"expert weights": sum(s["expert weights"] for s in sizes.values()), "x": layers}
     measures = Measures(sizes, {**roles, "a role of its own": layers})
-    text = chart(
-        "t" * 300, "below", measures, {"more": [Row("a" * 300, (("c0", 5), ("pad", 1)), "6 B")]}
+    text = svg(
+        chart(
+            "t" * 300, "below", measures, {"more": [Row("a" * 300, (("c0", 5), ("pad", 1)), "6 B")]}
+        )
     )
     root = ET.fromstring(text)  # noqa: S314 - of our own making
     _, _, width, height = map(float, root.attrib["viewBox"].split())
@@ -244,10 +253,63 @@ def test_everything_lies_within_the_picture(layers: int) -> None:
 
 
 def test_no_name_of_a_model_becomes_a_part_of_the_picture(evil: Path) -> None:
-    text = plot_of(inspect_path(evil), evil)
+    text = svg(plot_of(inspect_path(evil), evil))
     assert {element.tag for element in ET.fromstring(text).iter()} <= {  # noqa: S314 - ours
-        f"{SVG}{tag}" for tag in ("svg", "title", "style", "rect", "text", "path")
+        f"{SVG}{tag}" for tag in ("svg", "title", "style", "rect", "text")
     }
+
+
+def numbers_below(text: str) -> list[tuple[str, float]]:
+    soft = [e for e in elements(text, "text") if e.get("text-anchor") == "middle"]
+    return [(e.text or "", float(e.get("x", 0))) for e in soft]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 24, 25, 61, 93, 400])
+def test_the_numbers_of_layers_do_not_touch(layers: int) -> None:
+    sizes: dict[int | None, dict[str, int]] = {n: {"expert weights": 1} for n in range(layers)}
+    measures = Measures({**sizes, None: {"expert weights": 1}}, {"expert weights": layers + 1})
+    labels = numbers_below(svg(chart("t", "", measures, {})))
+    assert labels[0][0] == "0"
+    assert labels[-1][0] == "rest"
+    for (one, x), (other, next_x) in itertools.pairwise(labels):
+        assert next_x - x > 7 * (len(one) + len(other)) / 2, (one, other)
+
+
+def pixels_of(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def test_a_png_shows_the_boxes_where_they_are() -> None:
+    boxes = (Box(10, 10, 20, 5, "c0"), Box(40, 10, 0.25, 5, "c4"), Box(50, 10, 0.01, 5, "c2"))
+    found = pixels_of(png(Picture("t", 100, 50, boxes)))
+    assert found.size == (200, 100)
+    colours = {kind: ImageColor.getrgb(light) for kind, (light, _) in COLOURS.items()}
+    inked = [p for p in itertools.product(range(200), range(100)) if is_of(found, p, colours["c0"])]
+    assert (min(inked), max(inked), len(inked)) == ((20, 20), (59, 29), 40 * 10)
+    assert is_of(found, (0, 0), colours["paper"])
+    assert found.getpixel((80, 25)) not in {colours["paper"], colours["c4"]}  # a part of a pixel
+    assert is_of(found, (100, 25), colours["paper"])  # too thin to be seen
+
+
+def is_of(image: Image.Image, pixel: tuple[int, int], colour: object) -> bool:
+    return bool(image.getpixel(pixel) == colour)
+
+
+def test_a_png_writes_the_text_at_its_anchor() -> None:
+    for anchor, edges in {"start": (99, 200), "middle": (50, 150), "end": (0, 101)}.items():
+        found = pixels_of(png(Picture("t", 100, 50, (Text(50, 25, "mmm", "head", anchor),))))
+        inked = ImageChops.invert(found).getbbox()
+        assert inked is not None
+        assert edges[0] <= inked[0] < inked[2] <= edges[1]
+        assert 20 < inked[1] < inked[3] <= 52
+
+
+def test_whatever_it_is_called_a_model_is_drawn(evil: Path) -> None:
+    picture = plot_of(inspect_path(evil), evil)
+    strange = replace(picture, shapes=(*picture.shapes, Text(0, 0, "\u6f22\x00\u202e\n")))
+    data = png(strange)
+    assert data == png(strange)
+    assert pixels_of(data).size == (round(picture.width) * 2, round(picture.height) * 2)
 
 
 def test_an_unfinished_folder_is_not_drawn(tmp_path: Path) -> None:
@@ -308,19 +370,37 @@ def test_an_expert_parallel_folder_is_served_as_one(folder: Path) -> None:
 def test_the_command_writes_both_beside_what_it_says(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot, html = tmp_path / "a.svg", tmp_path / "a.html"
+    plot, html, painted = (tmp_path / name for name in ("a.svg", "a.html", "a.PNG"))
     arguments = ["inspect", str(folder), "--plot", str(plot), "--html", str(html), "--json"]
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "prepared"
-    assert plot.read_text() == plot_of(inspect_path(folder), folder)
+    assert plot.read_text() == svg(plot_of(inspect_path(folder), folder))
     assert html.read_text() == page(folder)
+    assert main(["inspect", str(folder), "--plot", str(painted)]) == 0
+    assert painted.read_bytes() == png(plot_of(inspect_path(folder), folder))
     assert isinstance(inspect_path(folder), PreparedInspection)
+
+
+def test_a_png_without_pillow_names_the_extra(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "PIL" else real(n))
+    assert main(["inspect", str(folder), "--plot", str(tmp_path / "a.png")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "aiter-prep[plot]" in said.err
+    assert main(["inspect", str(folder), "--plot", str(tmp_path / "a.svg")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["--plot", "a.png"], 2),
+        (["--plot", "a.jpg"], 2),
         (["--html", "a.svg"], 2),
         (["--html", "a.html"], 2),  # of a source
         (["--plot", "no/such/folder/a.svg"], 1),
