@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import prepared
 from aiter_prep.demo import make_checkpoint
 from aiter_prep.manifest import TensorRecord
-from aiter_prep.storage import reader
 from aiter_prep.storage.checkpoint import open_checkpoint
 from aiter_prep.undo import StackRecord
 from aiter_prep.undo.matrices import _runs
@@ -79,7 +78,7 @@ def test_comparing_with_the_source_reads_every_byte_of_the_folder_once(
         read[Path(f"/proc/self/fd/{descriptor}").readlink().name] += count
         return count
 
-    monkeypatch.setattr(reader.os, "preadv", counted)
+    monkeypatch.setattr(os, "preadv", counted)
     report = verify(out, source=open_checkpoint(source), workers=1)
     assert report.is_clean
     data = {shard.file: 0 for shard in manifest.shards}
