@@ -346,8 +346,12 @@ def plan_goal(folder: Path, repeats: int) -> None:
     for command in (("inspect", folder), ("convert", folder, "--dry-run", "--tp", 8)):
         gfx = ("--gfx", "gfx950") if command[0] == "convert" else ()
         costs = [run(PROGRAM, *command, *gfx) for _ in range(repeats)]
-        seconds, peak = (median(c.seconds for c in costs), max(c.peak for c in costs))
-        say(f"{' '.join(map(str, command))}: {seconds:.2f} s, peak {peak / 1e6:.0f} MB")
+        seconds, cpu = median(c.seconds for c in costs), median(c.cpu for c in costs)
+        peak, least = max(c.peak for c in costs), min(c.cpu for c in costs)
+        say(
+            f"{' '.join(map(str, command))}: {seconds:.2f} s, {cpu:.2f} cpu s (at least "
+            f"{least:.2f}), peak {peak / 1e6:.0f} MB"
+        )
 
 
 def main() -> None:
