@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,10 +234,12 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the text of `aiter_prep.json`, its own digest included."""
-        document = _plain(asdict(self))
-        for tensor in document["tensors"]:
-            for pad in tensor["pads"]:
-                pad["from"], pad["to"] = pad.pop("start"), pad.pop("stop")
+        document = {
+            **_entry(self),
+            "shards": [_entry(shard) for shard in self.shards],
+            "files": [_entry(file) for file in self.files],
+            "tensors": [_tensor_entry(record) for record in self.tensors],
+        }
         document["self_digest"] = digest_of(jsontext.canonical(document))
         return jsontext.readable(document)
 
@@ -341,6 +343,23 @@ def _tensor(entry: dict[str, Any]) -> TensorRecord:
     if lost is not None:
         lost = Lost(**{**lost, "positions": _tuple(lost["positions"])})
     return TensorRecord(**entry, pads=pads, source=source, lost=lost)
+
+
+def _entry(record: Any) -> dict[str, Any]:
+    """Return the fields of one of the dataclasses above; JSON writes tuples as lists."""
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def _tensor_entry(record: TensorRecord) -> dict[str, Any]:
+    return {
+        **_entry(record),
+        "pads": [
+            {"axis": pad.axis, "from": pad.start, "to": pad.stop, "fill": pad.fill}
+            for pad in record.pads
+        ],
+        "lost": None if record.lost is None else _entry(record.lost),
+        "source": [_entry(item) for item in record.source],
+    }
 
 
 def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
