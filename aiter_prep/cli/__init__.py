@@ -21,9 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments == ["--version"]:  # in a tenth of a second, so without Typer
         from aiter_prep._version import __version__
+        from aiter_prep.cli.output import PROGRAM, Output
+        from aiter_prep.errors import AiterPrepError
 
-        sys.stdout.write(f"aiter-prep {__version__}\n")
-        return 0
+        output = Output(arguments)
+        try:
+            output.lines(f"{PROGRAM} {__version__}")
+        except AiterPrepError as fault:
+            output.failure(fault.message, fault.hint, fault.exit_code)
+            return fault.exit_code
+        return output.close(0)
     from aiter_prep.cli.app import run
 
     return run(arguments, owns_process=argv is None)

@@ -83,8 +83,9 @@ def convert(
     verbose: Verbose = False,
 ) -> None:
     """Prepare a checkpoint for the kernels; the source is only read."""
+    from aiter_prep.storage.hub import local_folder
+
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
-    output.follow(progress, log_file)
     sizes: list[int | None] = list(dict.fromkeys(tp or ())) or [None]
     request = Request(
         source=source,
@@ -116,24 +117,26 @@ def convert(
     )
     if len(request.sharings) > 1:
         several.refuse_what_is_not_for_several(request)
+    place = _place(request)
+    output.follow(progress, log_file, apart_from=[local_folder(source), place.out])
+    if place.is_of_this_machine:
+        output.note(f"converting for {place.gfx}, the chip of this machine; --gfx chooses another")
     if dry_run:
-        _dry_run(output, request)
+        _dry_run(output, request, place)
     elif len(request.sharings) > 1:
-        _convert_several(output, request)
+        _convert_several(output, request, place)
     else:
-        _convert(output, request)
+        _convert(output, request, place)
 
 
-def _dry_run(output: Output, request: Request) -> None:
-    place = _place(output, request)
+def _dry_run(output: Output, request: Request, place: _Place) -> None:
     with TemporaryDirectory(prefix="aiter-prep-") as scratch:
         plans = _plans(output, request, place, Path(scratch))
     plan_words.show(output, plans, resume=request.resume, overwrite=request.overwrite)
     output.next_command("write it with", *(word for word in output.argv if word != "--dry-run"))
 
 
-def _convert(output: Output, request: Request) -> None:
-    place = _place(output, request)
+def _convert(output: Output, request: Request, place: _Place) -> None:
     is_on_ray = ray.is_asked_for(request)
     part = read_part(output, request)
     if not request.if_needed:
@@ -244,10 +247,9 @@ def _say_held(output: Output, request: Request, plan: Plan, out: Path, manifest:
     output.document(SCHEMA, {**body, "pushed": pushed})
 
 
-def _convert_several(output: Output, request: Request) -> None:
+def _convert_several(output: Output, request: Request, place: _Place) -> None:
     from aiter_prep.storage.remote import scratch_folder
 
-    place = _place(output, request)
     if not request.if_needed:
         for out in place.folders:
             several.check_room(out, request)
@@ -273,30 +275,33 @@ class _Place:
 
     Attributes:
         gfx: The chip.
+        is_of_this_machine: Whether it was chosen because this machine has it.
         out: The folder that was named, or is named after the source.
         folders: The folders to write, and how the ranks of each share the experts: `out` alone, or
             some in it.
     """
 
     gfx: str
+    is_of_this_machine: bool
     out: Path
     folders: Mapping[Path, Sharing]
 
 
-def _place(output: Output, request: Request) -> _Place:
+def _place(request: Request) -> _Place:
     """Decide on the chip and the folder, and refuse what can be refused by now."""
     from aiter_prep.storage.hub import name_of
     from aiter_prep.targets.table import target_named
 
     target = target_named(request.target)
-    gfx = request.gfx or _default_chip(output, target.chips)
+    local = None if request.gfx else _local_chip(target.chips)
+    gfx = request.gfx or local or target.chips[0]
     target.check_chip(gfx)
     is_single = len(request.sharings) == 1
     labels = [s.label for s in request.sharings] if is_single else []
     name = "-".join([name_of(request.source), target.name, *labels, gfx])
     out = request.out or Path(name)
     folders = {out if is_single else out / s.label: s for s in request.sharings}
-    return _Place(gfx, out, folders)
+    return _Place(gfx, local is not None, out, folders)
 
 
 def _plans(output: Output, request: Request, place: _Place, scratch: Path) -> dict[Path, Plan]:
@@ -335,12 +340,8 @@ def _source(output: Output, request: Request, scratch: Path) -> Checkpoint:
     return open_streamed(request.source, request.revision, scratch, request.stream_disk)
 
 
-def _default_chip(output: Output, chips: tuple[str, ...]) -> str:
-    """Return the chip of this machine if the target knows it, else the target's first."""
+def _local_chip(chips: tuple[str, ...]) -> str | None:
+    """Return the chip of this machine, if it has one and the target knows it."""
     from aiter_prep.backends.rocm import local_chips
 
-    local = [chip for chip in dict.fromkeys(local_chips()) if chip in chips]
-    if not local:
-        return chips[0]
-    output.note(f"converting for {local[0]}, the chip of this machine; --gfx chooses another")
-    return local[0]
+    return next((chip for chip in local_chips() if chip in chips), None)

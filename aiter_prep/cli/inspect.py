@@ -9,7 +9,7 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
-from aiter_prep.cli.pictures import check_suffixes, write_pictures
+from aiter_prep.cli.pictures import check_pictures, write_pictures
 from aiter_prep.cli.plan_words import group_line
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def inspect(
     from aiter_prep import inspection
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
-    check_suffixes(plot, html)
+    check_pictures(path, plot, html)
     found = inspection.inspect_path(path)
     write_pictures(output, found, path, plot, html)
     output.document(SCHEMA, found.to_json())

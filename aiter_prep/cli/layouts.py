@@ -9,7 +9,6 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import Json, Quiet, Verbose, exit_codes, output_of
-from aiter_prep.cli.pictures import write_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,12 +71,15 @@ def show(
     """
     from aiter_prep.layouts import drawing
     from aiter_prep.layouts.table import layout_named
+    from aiter_prep.storage.side_files import check_side_file, write_side_file
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
     layout = layout_named(name)
+    if svg is not None:
+        check_side_file(svg, ())
     drawn = drawing.draw(layout)
     if svg is not None:
-        write_file(svg, drawing.svg(drawn).encode())
+        write_side_file(svg, drawing.svg(drawn).encode())
         output.note(f"the picture is in {svg}")
     output.lines(
         f"{name}: {drawn.rows} rows of {drawn.row_bytes} bytes",

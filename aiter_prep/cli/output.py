@@ -56,15 +56,24 @@ class Output:
         self.as_json, self.quiet, self.verbose = as_json, quiet, verbose
         return self
 
-    def follow(self, form: str, log_file: Path | None) -> Output:
+    def follow(
+        self,
+        form: str,
+        log_file: Path | None,
+        *,
+        apart_from: Sequence[Path | None] = (),
+        others: Sequence[Path | None] = (),
+    ) -> Output:
         """Take over the flags of a command that may take long.
 
         Args:
             form: How progress is shown; a name of `aiter_prep.cli.progress.FORMS`.
             log_file: Where all that is said is kept too, or None.
+            apart_from: Folders that the command reads and writes, where it may not lie.
+            others: Files that the command writes.
 
         Raises:
-            InvalidUsage: There is no such form.
+            InvalidUsage: There is no such form, or the file lies in such a folder.
             AiterPrepError: The file cannot be written.
         """
         from aiter_prep.cli.progress import FORMS
@@ -76,8 +85,10 @@ class Output:
         self._form = form
         if log_file is not None:
             from aiter_prep.cli.log import Log
+            from aiter_prep.storage.side_files import check_side_file
 
-            self._log = Log(log_file)
+            check_side_file(log_file, filter(None, apart_from), filter(None, others))
+            self._log = Log(log_file, self.warning)
             self._log.write(shlex.join([PROGRAM, *self.argv]))
         return self
 
@@ -213,7 +224,10 @@ class Output:
 
 
 class _Unheard:
-    """A stream that does not mind if nobody listens; rich would end the program."""
+    """A stream that does not mind if what is said cannot be heard; rich would end the program.
+
+    Nobody reads the pipe any more, or the disk behind it is full: the result is what counts.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -222,18 +236,18 @@ class _Unheard:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, if anybody reads it."""
+        """Write text, if it can be written."""
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
+        except OSError:
             _silence(self._stream.fileno())
             return len(text)
 
     def flush(self) -> None:
-        """Bring the text out, if anybody reads it."""
+        """Bring the text out, if it can be brought out."""
         try:
             self._stream.flush()
-        except BrokenPipeError:
+        except OSError:
             _silence(self._stream.fileno())
 
 

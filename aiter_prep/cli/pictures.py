@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiter_prep.errors import AiterPrepError, InvalidUsage
+from aiter_prep.errors import InvalidUsage
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.side_files import check_side_file, is_written_in_place, write_side_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,30 +18,21 @@ if TYPE_CHECKING:
 PLOT_SUFFIXES = (".svg", ".png")
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file.
+def check_pictures(path: Path, plot: Path | None, html: Path | None) -> None:
+    """Check that files are called what they will be, and may be written where they are wanted.
 
     Raises:
-        AiterPrepError: It cannot be written.
+        InvalidUsage: One is not, or would lie in the folder that it is about.
+        AiterPrepError: One has no folder to lie in, or what draws it is not installed.
     """
-    try:
-        path.write_bytes(data)
-    except OSError as fault:
-        raise AiterPrepError(f"cannot write `{printable(str(path))}`: {fault.strerror}") from None
-
-
-def check_suffixes(plot: Path | None, html: Path | None) -> None:
-    """Check that files are called what they will be.
-
-    Raises:
-        InvalidUsage: One is not.
-        AiterPrepError: What draws it is not installed.
-    """
-    for flag, path, suffixes in (("--plot", plot, PLOT_SUFFIXES), ("--html", html, (".html",))):
-        if path is not None and path.suffix.lower() not in suffixes:
+    for flag, file, suffixes in (("--plot", plot, PLOT_SUFFIXES), ("--html", html, (".html",))):
+        if file is None:
+            continue
+        check_side_file(file, [path])
+        if file.suffix.lower() not in suffixes and not is_written_in_place(file):
             kinds = " and ".join(suffixes)
             raise InvalidUsage(
-                f"{flag} {printable(str(path))}: it writes {kinds} alone",
+                f"{flag} {printable(str(file))}: it writes {kinds} alone",
                 f"give a name that ends in {' or '.join(suffixes)}",
             )
     if plot is not None and plot.suffix.lower() == ".png":
@@ -70,10 +62,10 @@ def write_pictures(
                 f"`{printable(str(path))}` is no prepared folder: --html shows what was done",
                 "convert it first, or draw it with --plot",
             )
-        write_file(html, page(path).encode())
+        write_side_file(html, page(path).encode())
         output.note(f"the page is in {html}")
     if plot is not None:
-        write_file(plot, _drawn(plot_of(found, path), plot.suffix.lower()))
+        write_side_file(plot, _drawn(plot_of(found, path), plot.suffix.lower()))
         output.note(f"the picture is in {plot}")
 
 

@@ -46,7 +46,7 @@ def restore(
     from aiter_prep.restoration import restore as undo
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
-    output.follow(progress, log_file)
+    output.follow(progress, log_file, apart_from=[folder, out])
     limit = parse_size(max_shard_size)
     with output.progress("restoring") as update:
         done = undo(folder, out, max_shard_bytes=limit, workers=workers, progress=update)

@@ -62,17 +62,19 @@ def verify(
 
     Reads every byte and compares it with the manifest: digests, headers, sizes, names.
     """
-    from aiter_prep.verification import check_sums_file
+    from aiter_prep.storage.hub import local_folder
+    from aiter_prep.storage.side_files import check_side_file
     from aiter_prep.verification import verify as check
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
-    output.follow(progress, log_file)
     if quick and source is not None:
         raise InvalidUsage("--quick reads no tensor, so it cannot compare with a --source")
+    read = [folder, None if source is None else local_folder(source)]
     if sha256sums is not None:
         if quick:
             raise InvalidUsage("--quick reads no tensor, so it has no --sha256sums")
-        check_sums_file(folder, sha256sums)
+        check_side_file(sha256sums, filter(None, read))
+    output.follow(progress, log_file, apart_from=read, others=[sha256sums])
     original = None if source is None else _opened(source, folder, quiet=quiet)
     with output.progress("verifying") as update:
         report = check(

@@ -43,6 +43,27 @@ def is_hub_id(source: str) -> bool:
     return is_hub_name(source) and not Path(source).exists()
 
 
+def local_folder(source: str) -> Path | None:
+    """Return the folder that a source is read from, or None where it is read from no folder.
+
+    Args:
+        source: A folder, `org/name` of the Hub, which is read from huggingface_hub's cache, or the
+            address of an object store. Nothing need be there.
+    """
+    if is_store_url(source):
+        return None
+    if is_hub_id(source):
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        name = repo_folder_name(repo_id=source, repo_type="model")
+        return Path(constants.HF_HUB_CACHE) / name
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:  # `~name` of nobody
+        return Path(source)
+
+
 def name_of(source: str) -> str:
     """Return the last part of what a user calls a source, without looking at it."""
     if is_hub_id(source):

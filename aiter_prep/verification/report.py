@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aiter_prep.errors import AiterPrepError, InvalidUsage
-from aiter_prep.storage.durable import write_whole
+from aiter_prep.errors import AiterPrepError
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.side_files import check_side_file, write_side_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +64,11 @@ class Report:
             AiterPrepError: It cannot be written, or there is none: see `sha256`.
         """
         path = Path(path)
-        check_sums_file(self.folder, path)
+        check_side_file(path, [self.folder])
         if not self.sha256:
             raise AiterPrepError(
                 f"`{printable(str(self.folder))}` has no SHA-256 sums to write",
                 "ask `verify` for them; a damaged folder has none",
             )
         lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.sha256.items()))
-        try:
-            write_whole(path.parent, path.name, lines.encode())
-        except OSError as fault:
-            raise AiterPrepError(
-                f"cannot write `{printable(str(path))}`: {fault.strerror}"
-            ) from None
-
-
-def check_sums_file(folder: Path, path: Path) -> None:
-    """Check that a list of sums may be written to a place, before a terabyte is read for it.
-
-    Raises:
-        InvalidUsage: It lies in the folder that it is about, or is a folder itself.
-        AiterPrepError: Its own folder is not there.
-    """
-    if folder.resolve() in path.resolve().parents:
-        raise InvalidUsage(
-            f"`{printable(str(path))}` lies in the folder that it is about",
-            "put it beside the folder",
-        )
-    if path.is_dir():
-        raise InvalidUsage(f"`{printable(str(path))}` is a folder", "name a file")
-    if not path.parent.is_dir():
-        raise AiterPrepError(f"cannot write `{printable(str(path))}`: its folder is not there")
+        write_side_file(path, lines.encode())

@@ -608,6 +608,35 @@ def test_a_result_that_cannot_be_written_is_a_failure(tmp_path: Path, more: list
     assert err.startswith(b"error: cannot write the result to stdout: No space left")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_version_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = start(["--version"], tmp_path, stdout=full)
+        _, err = done.communicate(timeout=60)
+    assert done.returncode == 1
+    assert err.startswith(b"error: cannot write the result to stdout: No space left")
+    assert err.count(b"\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("more", [[], ["--json"], ["-v"], ["--progress", "json"]])
+def test_a_full_stderr_changes_no_exit_code(tmp_path: Path, more: list[str]) -> None:
+    make_checkpoint(tmp_path / "model")
+    program = "import sys\nfrom aiter_prep.cli import main\nsys.exit(main())"
+    calls = {
+        ("convert", "model", "out", "--tp", "1"): 0,
+        ("verify", "out"): 0,
+        ("restore", "out", "back"): 0,
+        ("verify", "nowhere"): 3,
+        ("convert", "model", "out"): 2,
+    }
+    for call, code in calls.items():
+        argv = [sys.executable, "-c", program, *call, *more]
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(argv, cwd=tmp_path, stderr=full, check=False, timeout=60)
+        assert done.returncode == code, call
+
+
 def on_a_terminal(argv: Sequence[str], folder: Path, **env: str) -> str:
     """Run the command line with a terminal for stderr; return what appears there."""
     terminal, other_end = pty.openpty()

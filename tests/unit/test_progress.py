@@ -326,5 +326,5 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_else(
 ) -> None:
     code, _, err = run(*CONVERT, "--log-file", "missing/log")
     assert code == 1
-    assert "cannot write the log `missing/log`" in err
+    assert "cannot write `missing/log`: its folder is not there" in err
     assert not Path("out").exists()
