@@ -265,18 +265,21 @@ def to_fp8(value: float, fnuz: bool) -> int:
 def requantised(
     table: Bytes, scale: np.float32, larger: np.float32, how: Recipe, fnuz: bool
 ) -> Bytes:
-    """Bring FP8 bytes from one scale under a larger one."""
+    """Bring FP8 bytes from one scale under a larger one; ValueError where one has no place."""
     values = fp8_values(fnuz)
     new = np.zeros(256, np.uint8)
-    for code in range(256):
+    for code in sorted(set(table.ravel().tolist())):
         if code & 0x7F == 0x7F or (fnuz and code == 0x80):
-            continue
+            raise ValueError(f"byte {code:#x} is no number")
         value = np.float32(values[code & 0x7F] * (-1 if code & 0x80 else 1))
-        if how.through_f16:
-            product = np.float32(np.float16(value * np.float32(np.float16(scale))))
-            result = product * (np.float32(1) / larger)
-        else:
-            result = np.float32(value * scale) / larger
+        with np.errstate(over="ignore", invalid="ignore"):
+            if how.through_f16:
+                product = np.float32(np.float16(value * np.float32(np.float16(scale))))
+                result = product * (np.float32(1) / larger)
+            else:
+                result = np.float32(value * scale) / larger
+        if not abs(result) < float("inf"):
+            raise ValueError(f"byte {code:#x} under {scale} is not finite under {larger}")
         new[code] = to_fp8(float(result), fnuz)
     return new[table]
 
@@ -424,13 +427,28 @@ def converted_scales(
     return tables, dtype, WIDTH[dtype[0]]
 
 
+def twice(value: np.float32, factor: np.float32) -> np.float32:
+    """Return a scale times one or two; ValueError where that takes more than F32 has."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = np.float32(value * factor)
+    if np.isinf(result) and not np.isinf(value):
+        raise ValueError(f"{value} cannot be doubled")
+    return result
+
+
 def merge_scales(
     block: Experts, weights: dict[str, list[Bytes]], how: Recipe, tp: int, fnuz: bool
 ) -> dict[tuple[int, str], Expected]:
     """Bring gate and up under one scale, in place; return the scales of every rank."""
     factor = np.float32(2 if fnuz else 1)
-    scales = {p: [v[0] * factor for v in floats(block, p, "scale")] for p in weights}
+    scales = {p: [twice(v[0], factor) for v in floats(block, p, "scale")] for p in weights}
+    for value in (*scales["gate"], *scales["up"]):
+        # a quantiser writes the largest size of a tensor over 448: a normal number, or zero
+        if value != 0 and not 2.0**-126 <= value < float("inf"):
+            raise ValueError(f"scale {value} cannot be merged")
     larger = [max(pair) for pair in zip(scales["gate"], scales["up"], strict=True)]
+    if 0 in larger:
+        raise ValueError("both scales of an expert are zero")
     for p in ("gate", "up"):
         weights[p] = [
             requantised(*item, how, fnuz)
@@ -460,11 +478,16 @@ def input_scales(
     """Return the largest of all experts; of gate and up, engines count the one they read last."""
     per = {p: [v[0] for v in floats(block, p, "input_scale")] for p in ("gate", "up", "down")}
     first = per["gate"] + per["up"]
+    for value in (*first, *per["down"]):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"scale {value} of inputs")
     if how.name != "largest":
         first = [per[p][e] for e, p in (block.order[e, "last"] for e in range(len(per["gate"])))]
     out = {}
     for group, values in (("w13", first), ("w2", per["down"])):
-        value = np.float32(max(values)) * factor
+        value = twice(np.float32(max(values)), factor)
+        if value == 0:
+            raise ValueError("all scales of inputs are zero")
         out[rank, f"{group}_input_scale"] = Expected("F32", "float32", (), value.tobytes())
     return out
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from aiter_prep.errors import NoRule
+from aiter_prep.layouts.conversions import CONVERSIONS
+from aiter_prep.layouts.unfit import UnfitValue
 from aiter_prep.storage.digest import Digest
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import Written
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from aiter_prep.backends.table import PlacedPart
     from aiter_prep.execution.jobs import Context
+    from aiter_prep.layouts.merges import Merge
     from aiter_prep.plan.steps import Piece, Source, Stack, Step
     from aiter_prep.storage.buffers import ByteArray
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 # many is restored to zeros of the other sign
 MAX_LISTED = 100_000
 F32 = np.dtype("<f4")
+WIDENED = {"BF16": "bf16_to_f32", "F16": "f16_to_f32", "F8_E8M0": "e8m0_to_f32"}
+MEND_SCALE = "mend the checkpoint: calibrate its inputs again, or write the scale that they need"
 
 
 class Writer(Protocol):
@@ -130,15 +135,41 @@ class StackWriter:
             part = _window(matrices[source.pattern][chosen], piece)
             if source.conversion is not None:
                 output.find_lost(part, piece.to_row)
-                part = source.conversion.forward(np.ascontiguousarray(part))
+                part = _converted(source, part, local)
             parts.append(part)
         if stack.merge is not None:
-            scales = [_values(scale, matrices[scale.pattern][chosen]) for scale in stack.scales]
-            parts = stack.merge.forward(parts, scales)
+            parts = self._merged(stack.merge, parts, chosen, local, matrices)
             if stack.merge.fills_rows:
                 parts = [np.repeat(part, stack.rows, axis=1) for part in parts]
         placed = [(part, p.to_row, 0) for part, p in zip(parts, step.pieces, strict=False)]
         return self._laid_out(placed, len(local))
+
+    def _merged(
+        self,
+        merge: Merge,
+        parts: list[ByteArray],
+        chosen: slice,
+        local: range,
+        matrices: Mapping[str, ByteArray],
+    ) -> list[ByteArray]:
+        """Return what a merge makes of the parts of some experts.
+
+        Raises:
+            NoRule: A value has no place under the scale that is kept, or a scale is none.
+        """
+        stack = self.stack
+        held = [matrices[scale.pattern][chosen] for scale in stack.scales]
+        scales = [
+            _values(scale, data, local) for scale, data in zip(stack.scales, held, strict=True)
+        ]
+        try:
+            return merge.forward(parts, scales)
+        except UnfitValue as fault:
+            expert, part = fault.expert, fault.part
+            source = (stack.scales if fault.is_scale else stack.sources)[part]
+            if fault.is_scale:  # as it is in the source, where it is doubled for gfx942
+                fault.value = repr(float(_as_read(source, held[part])[expert]))
+            raise fault.named(_name_of(source, local[expert])) from None
 
     def _laid_out(self, parts: list[PlacedPart], experts: int) -> ByteArray:
         stack = self.stack
@@ -169,7 +200,8 @@ class ScalarWriter:
         for index, step in enumerate(self.steps):
             for expert in held_experts(experts, step.experts):
                 row = slice(experts.index(expert), experts.index(expert) + 1)
-                values = [_values(s, matrices[s.pattern][row])[0] for s in self.stack.sources]
+                own = range(expert, expert + 1)
+                values = [_scale_of(s, matrices[s.pattern][row], own) for s in self.stack.sources]
                 self._largest[index] = max(self._largest[index], *self._counted(expert, values))
 
     def _counted(self, expert: int, values: Sequence[np.float32]) -> Sequence[np.float32]:
@@ -194,8 +226,19 @@ class ScalarWriter:
         return values
 
     def complete(self) -> None:
-        """Write the values."""
-        for output, largest in zip(self._outputs, self._largest, strict=True):
+        """Write the values.
+
+        Raises:
+            NoRule: All experts of a rank have zeros.
+        """
+        for output, step, largest in zip(self._outputs, self.steps, self._largest, strict=True):
+            if not largest > 0:
+                name = _name_of(self.stack.sources[0], step.experts[0])
+                raise NoRule(
+                    f"`{name}` is {float(largest)!r}, as is that of every other expert of rank "
+                    f"{step.rank}: the engine divides the experts' inputs by the largest",
+                    MEND_SCALE,
+                )
             output.append(np.array([largest], F32).view(np.uint8))
             output.complete()
 
@@ -257,12 +300,55 @@ def _window(matrices: ByteArray, piece: Piece) -> ByteArray:
     return matrices[:, rows.start : rows.stop : rows.step, columns.start : columns.stop]
 
 
-def _values(source: Source, matrices: ByteArray) -> npt.NDArray[np.float32]:
-    """Return the per-tensor scale of each expert, converted, as F32 `[experts]`."""
+def _name_of(source: Source, expert: int) -> str:
+    return printable(source.place_of(expert)[0].name)
+
+
+def _converted(source: Source, matrices: ByteArray, experts: range) -> ByteArray:
+    """Return matrices after their conversion, if they have any.
+
+    Raises:
+        NoRule: A value has no place in the target's dtype.
+    """
     data = np.ascontiguousarray(matrices)
-    if source.conversion is not None:
-        data = source.conversion.forward(data)
+    if source.conversion is None:
+        return data
+    try:
+        return source.conversion.forward(data)
+    except UnfitValue as fault:
+        raise fault.named(_name_of(source, experts[fault.expert])) from None
+
+
+def _values(source: Source, matrices: ByteArray, experts: range) -> npt.NDArray[np.float32]:
+    """Return the per-tensor scale of each expert, converted, as F32 `[experts]`."""
+    return _converted(source, matrices, experts).view(F32).reshape(len(matrices))
+
+
+def _as_read(source: Source, matrices: ByteArray) -> npt.NDArray[np.float32]:
+    """Return the per-tensor scale of each expert as it is in the source, as F32 `[experts]`."""
+    data = np.ascontiguousarray(matrices)
+    if source.dtype in WIDENED:
+        data = CONVERSIONS[WIDENED[source.dtype]].forward(data)
     return data.view(F32).reshape(len(matrices))
+
+
+def _scale_of(source: Source, matrix: ByteArray, experts: range) -> np.float32:
+    """Return the scale of one expert's inputs, converted.
+
+    torch's max, by which engines choose, brings NaN where there is one; Python's does not.
+
+    Raises:
+        NoRule: It is NaN, infinite or negative.
+    """
+    value = np.float32(_values(source, matrix, experts)[0])
+    if not (np.isfinite(value) and value >= 0):
+        shown = repr(float(_as_read(source, matrix)[0]))
+        raise NoRule(
+            f"`{_name_of(source, experts[0])}` is {shown}: no scale of inputs is NaN, infinite or "
+            "negative, and the engine uses the largest of all experts",
+            MEND_SCALE,
+        )
+    return value
 
 
 def _fill(stored: ByteArray, fill: bytes) -> None:

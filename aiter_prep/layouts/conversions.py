@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aiter_prep.errors import NoRule
+from aiter_prep.layouts.unfit import UnfitValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,10 +59,14 @@ def _e4m3fn_to_e4m3fnuz(data: ByteArray) -> ByteArray:
     mirrors vllm/model_executor/layers/quantization/utils/w8a8_utils.py::
     normalize_e4m3fn_to_e4m3fnuz; NaN bytes, which it turns into +-240, are refused.
     """
-    if np.isin(data, FP8_NANS).any():
-        raise NoRule(
-            "an FP8 weight holds a NaN (byte 0x7F or 0xFF), which e4m3fnuz has no byte for",
+    nans = np.isin(data, FP8_NANS)
+    if nans.any():
+        first = np.argwhere(nans)[0]
+        raise UnfitValue(
+            "e4m3fnuz has no byte for it",
             "convert for gfx950, or mend the checkpoint",
+            value=f"a NaN (byte 0x{int(data[tuple(first)]):02X})",
+            expert=int(first[0]),
         )
     return np.where(data == NEGATIVE_ZERO, np.uint8(0), data)
 
@@ -86,10 +91,14 @@ def _scaled(name: str, factor: float) -> Callable[[ByteArray], ByteArray]:
         with np.errstate(over="ignore", invalid="ignore"):
             # arithmetic would turn a signalling NaN into a quiet one
             scaled = np.where(np.isnan(values), values, values * values.dtype.type(factor))
-        if not np.array_equal(np.isfinite(values), np.isfinite(scaled)):
-            raise NoRule(
-                "a scale is too large to be doubled, as e4m3fnuz asks for",
+        unlike = np.isfinite(values) != np.isfinite(scaled)
+        if unlike.any():
+            first = np.argwhere(unlike)[0]
+            raise UnfitValue(
+                "too large a scale to be doubled, as e4m3fnuz asks for",
                 "convert for gfx950, or mend the checkpoint",
+                value=repr(float(values[tuple(first)])),
+                expert=int(first[0]),
             )
         return _WRITE[name](scaled)
 
@@ -129,11 +138,15 @@ _WRITE = {"F32": _raw, "F16": _raw, "BF16": _f32_to_bf16}
 def _widen_f16(data: ByteArray) -> ByteArray:
     with np.errstate(invalid="ignore"):
         wide = data.view("<f2").astype("<f4").view(np.uint8)
-        if not np.array_equal(_narrow_to_f16(wide), data):
-            raise NoRule(
-                "an F16 scale or bias is a signalling NaN, which F32 does not keep",
-                "mend the checkpoint",
-            )
+        changed = _narrow_to_f16(wide).view("<u2") != data.view("<u2")
+    if changed.any():
+        first = np.argwhere(changed)[0]
+        raise UnfitValue(
+            "F32 does not keep it",
+            "mend the checkpoint",
+            value=f"a signalling NaN (F16 0x{int(data.view('<u2')[tuple(first)]):04X})",
+            expert=int(first[0]),
+        )
     return wide
 
 

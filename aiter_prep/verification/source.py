@@ -10,7 +10,7 @@ import numpy as np
 
 from aiter_prep._version import __version__
 from aiter_prep.backends.table import backend_named
-from aiter_prep.errors import AiterPrepError, DataMismatch
+from aiter_prep.errors import AiterPrepError, DataMismatch, NoRule
 from aiter_prep.execution.comparison import ComparisonSink
 from aiter_prep.execution.jobs import Context, run_block
 from aiter_prep.execution.record import differing_fields, plan_arguments, wrapped_config
@@ -113,8 +113,12 @@ class SourceCheck:
             context = Context(
                 reader, sink, Scratch(), backend, threading.Event(), self._findings.advance
             )
-            for block in plan.blocks:
-                run_block(context, block, only_lossy=True)
+            try:
+                for block in plan.blocks:
+                    run_block(context, block, only_lossy=True)
+            except NoRule as fault:
+                self._findings.add(MANIFEST_FILE, f"has no such source: {fault.message}")
+                return
         for record in sink.different:
             self._findings.add(record.file, "differs from what the source gives", record)
         self._findings.notes.append(

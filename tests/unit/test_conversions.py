@@ -144,7 +144,7 @@ def test_signalling_nans_come_back_or_are_refused_and_nobody_is_warned(name: str
     ],
 )
 def test_a_scale_that_cannot_be_doubled_is_refused(name: str, data: Bytes) -> None:
-    with pytest.raises(NoRule, match="a scale is too large to be doubled"):
+    with pytest.raises(NoRule, match="too large a scale to be doubled"):
         CONVERSIONS[name].forward(data)
 
 
@@ -175,7 +175,7 @@ def test_fnuz_means_half_of_what_the_same_byte_means_in_e4m3fn() -> None:
 def test_fnuz_refuses_a_nan_anywhere(byte: int, at: int) -> None:
     data = np.full(100, 0x30, np.uint8)
     data[at] = byte
-    with pytest.raises(NoRule, match=r"holds a NaN \(byte 0x7F or 0xFF\)"):
+    with pytest.raises(NoRule, match=rf"a NaN \(byte 0x{byte:02X}\): e4m3fnuz has no byte"):
         FNUZ.forward(data)
 
 

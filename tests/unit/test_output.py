@@ -952,7 +952,7 @@ def test_a_value_without_a_place_ends_the_run_without_a_manifest(tmp_path: Path)
     name = model.name(1, "down_proj", "weight")
     tensors[name] = tiny.Tensor("F8_E4M3", (256, 256), b"\x30" * 65535 + b"\x7f")
     source = tiny.write_tensors(tmp_path / "source", model, tensors)
-    with pytest.raises(AiterPrepError, match="holds a NaN"):
+    with pytest.raises(AiterPrepError, match=rf"`{name}` holds a NaN \(byte 0x7F\)"):
         prepare(source, tmp_path / "out", gfx="gfx942")
     assert not (tmp_path / "out" / MANIFEST).exists()
     prepare(source, tmp_path / "gfx950", gfx="gfx950")
