@@ -38,6 +38,7 @@ class FolderReader:
         self._lock = threading.Lock()
         self._idle: OrderedDict[str, list[int]] = OrderedDict()
         self._idle_count = 0
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -70,15 +71,13 @@ class FolderReader:
             self._read_run(file, start, views)
 
     def _read_run(self, file: str, start: int, views: list[memoryview]) -> None:
-        try:
-            with self._descriptor(file) as descriptor:
-                _fill(descriptor, start, views, file)
-        except OSError as fault:
-            raise BadSource(f"cannot read `{printable(file)}`: {fault.strerror}") from fault
+        with self.opened(file) as descriptor:
+            _fill(descriptor, start, views, file)
 
     def close(self) -> None:
-        """Close every descriptor."""
+        """Close every descriptor; those that are lent, when they come back."""
         with self._lock:
+            self._is_closed = True
             for descriptors in self._idle.values():
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -93,12 +92,20 @@ class FolderReader:
                 self._idle_count -= 1
 
     @contextmanager
-    def _descriptor(self, file: str) -> Iterator[int]:
-        descriptor = self._borrow(file)
+    def opened(self, file: str) -> Iterator[int]:
+        """Lend a descriptor of a file, from the pool.
+
+        Raises:
+            BadSource: The file cannot be opened, or a read of it fails meanwhile.
+        """
         try:
-            yield descriptor
-        finally:
-            self._give_back(file, descriptor)
+            descriptor = self._borrow(file)
+            try:
+                yield descriptor
+            finally:
+                self._give_back(file, descriptor)
+        except OSError as fault:
+            raise BadSource(f"cannot read `{printable(file)}`: {fault.strerror}") from fault
 
     def _borrow(self, file: str) -> int:
         with self._lock:
@@ -110,6 +117,9 @@ class FolderReader:
 
     def _give_back(self, file: str, descriptor: int) -> None:
         with self._lock:
+            if self._is_closed:
+                os.close(descriptor)
+                return
             self._idle.setdefault(file, []).append(descriptor)
             self._idle.move_to_end(file)
             self._idle_count += 1
@@ -140,10 +150,11 @@ def chunks(
     if buffer is None:
         buffer = bytearray(min(CHUNK_BYTES, info.total_bytes))
     view = memoryview(buffer).cast("B")
-    for offset in range(0, info.total_bytes, max(1, len(view))):
-        data = view[: info.total_bytes - offset]
-        reader.read_into(info.file, info.start + offset, data)
-        yield offset, data
+    with reader.opened(info.file) as descriptor:
+        for offset in range(0, info.total_bytes, max(1, len(view))):
+            data = view[: info.total_bytes - offset]
+            _fill(descriptor, info.start + offset, [data], info.file)
+            yield offset, data
 
 
 def _runs(

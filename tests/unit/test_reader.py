@@ -218,3 +218,13 @@ def test_a_tensor_comes_in_chunks(size: int, folder: Path, monkeypatch: pytest.M
         found = list(pieces(info_of(size, 7), reader))
     assert [offset for offset, _ in found] == list(range(0, size, 100))
     assert b"".join(data for _, data in found) == DATA[7 : 7 + size]
+
+
+def test_a_descriptor_that_comes_back_late_is_closed(folder: Path) -> None:
+    before = open_descriptors()
+    with FolderReader(folder) as reader:
+        left = chunks(info_of(200), reader, bytearray(100))
+        next(left)
+    assert open_descriptors() != before
+    del left
+    assert open_descriptors() == before
