@@ -8,14 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiter_prep.errors import BadSource, DataMismatch
+from aiter_prep.errors import AiterPrepError, BadSource, DataMismatch
 from aiter_prep.layouts.permutation import Layout
 from aiter_prep.manifest_rules import check_manifest
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.collector import collector_paused
 from aiter_prep.storage.digest import digest_of
-from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.files import check_files, read_whole
 from aiter_prep.storage.jsontext import printable, shown
 from aiter_prep.storage.schema import compile_schema
 
@@ -253,23 +253,48 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
     }
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a prepared folder.
+def read_manifest(folder: Path, *, with_links: bool = False) -> Manifest:
+    """Read and check the manifest of a prepared folder, and where the files are that it names.
+
+    Args:
+        folder: The prepared folder.
+        with_links: Leave links that lead out of the folder to the caller.
 
     Raises:
-        DataMismatch: It is missing, damaged, or of a format version that we do not know.
+        DataMismatch: It is missing, damaged, or of a format version that we do not know; or a file
+            is a link that leads out of the folder.
+        AiterPrepError: A file may not be read by us.
     """
     path = folder / MANIFEST_FILE
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise DataMismatch(f"`{MANIFEST_FILE}` is larger than {MAX_MANIFEST_BYTES} bytes")
+        check_files(folder, [MANIFEST_FILE], with_links=False)
         text = read_whole(path, MAX_MANIFEST_BYTES)
     except OSError as fault:
-        raise DataMismatch(
-            f"`{printable(str(folder))}` is not a prepared folder: `{MANIFEST_FILE}`: "
-            f"{fault.strerror}"
-        ) from None
-    return parse_manifest(text)
+        raise _unreadable(folder, fault) from None
+    manifest = parse_manifest(text)
+    names = [entry.file for entry in manifest.shards] + [entry.name for entry in manifest.files]
+    check_files(folder, names, with_links=with_links)
+    return manifest
+
+
+def _unreadable(folder: Path, fault: OSError) -> AiterPrepError:
+    """Return why a folder has no manifest that we can read."""
+    name = printable(str(folder))
+    if isinstance(fault, PermissionError):
+        return AiterPrepError(
+            f"cannot read the manifest of `{name}`: {fault.strerror}", "mend its permissions"
+        )
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        return DataMismatch(f"`{name}` {what}", "give a prepared folder")
+    if isinstance(fault, FileNotFoundError):
+        return DataMismatch(
+            f"`{name}` is not a prepared folder: it has no `{MANIFEST_FILE}`",
+            "prepare a checkpoint with `aiter-prep convert`",
+        )
+    return DataMismatch(f"`{name}` is not a prepared folder: `{MANIFEST_FILE}`: {fault.strerror}")
 
 
 @collector_paused()

@@ -27,7 +27,7 @@ from aiter_prep.storage import jsontext
 from aiter_prep.storage.checkpoint import CONFIG_FILE, INDEX_FILE, METHOD, SINGLE_FILE
 from aiter_prep.storage.digest import Digest, digest_of
 from aiter_prep.storage.durable import sync_folder, write_whole
-from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.files import local_path, read_whole
 from aiter_prep.storage.folder import LOCK_FILE
 from aiter_prep.storage.guards import lock_folder
 from aiter_prep.storage.jsontext import printable
@@ -97,13 +97,14 @@ def restore(
         progress: Called now and then.
 
     Raises:
-        InvalidUsage: There are too many workers.
+        InvalidUsage: There are too many workers, or a folder is an address or has no name.
         DataMismatch: The folder is damaged.
         NoRule: The folder holds some ranks only.
         OutputNotEmpty: `out` holds something.
         AiterPrepError: The disk is full or fails.
     """
-    folder, out = Path(folder), Path(out)
+    folder = local_path(folder, "the prepared folder", "fetch it first")
+    out = local_path(out, "the folder to write", "write to a local folder first")
     threads = checked_workers(workers)
     manifest = read_manifest(folder)
     require_all_ranks(manifest, "restore")

@@ -9,18 +9,24 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from aiter_prep.cli.flags import PUSH, local, named
 from aiter_prep.cli.values import Sharing
 
 Source: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
+        parser=named("SOURCE"),
         help="A folder with config.json and safetensors, a Hub id, org/name, or s3://BUCKET/FOLDER.",
     ),
 ]
 Out: TypeAlias = Annotated[
     Path | None,
-    typer.Argument(metavar="OUT", help="The folder to write; ./NAME-aiter-tpN-GFX by default."),
+    typer.Argument(
+        metavar="OUT",
+        parser=local("OUT", PUSH),
+        help="The folder to write; ./NAME-aiter-tpN-GFX by default.",
+    ),
 ]
 Tp: TypeAlias = Annotated[
     list[int] | None,

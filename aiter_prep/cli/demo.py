@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import PUSH, Json, Quiet, Verbose, local, output_of
 from aiter_prep.cli.output import PROGRAM
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def demo(
         Path | None,
         typer.Argument(
             metavar="OUT",
+            parser=local("OUT", PUSH),
             help="An empty folder, which is kept; by default a temporary one, which is removed.",
         ),
     ] = None,

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from aiter_prep.cli.output import Output
+
+FETCH = "fetch it first, with the tools of what holds it"
+PUSH = "write to a local folder, and bring it there with `aiter-prep push` or `convert --push`"
+
+
+def local(what: str, way_out: str = FETCH) -> Callable[[str], Path]:
+    """Return what reads an argument that names a local folder or file.
+
+    Args:
+        what: What the help calls it.
+        way_out: What to do with an address such as `s3://bucket/folder`.
+    """
+
+    def path(text: str) -> Path:
+        from aiter_prep.storage.files import local_path
+
+        return local_path(text, what, way_out)
+
+    return path
+
+
+def named(what: str) -> Callable[[str], str]:
+    """Return what reads an argument that must name something, of whatever kind.
+
+    Args:
+        what: What the help calls it.
+    """
+
+    def name(text: str) -> str:
+        if not text:
+            local(what)(text)
+        return text
+
+    return name
+
 
 Json: TypeAlias = Annotated[
     bool,
@@ -44,6 +80,7 @@ LogFile: TypeAlias = Annotated[
         "--log-file",
         envvar="AITER_PREP_LOG_FILE",
         metavar="FILE",
+        parser=local("--log-file"),
         help="Append all that is said, progress included, to a file, with the time.",
     ),
 ]
@@ -63,6 +100,10 @@ MaxShardSize: TypeAlias = Annotated[
         envvar="AITER_PREP_MAX_SHARD_SIZE",
         help="Limit for a shard's data: bytes, or a number with KB, MB, GB, KiB, MiB, GiB.",
     ),
+]
+Folder: TypeAlias = Annotated[
+    Path,
+    typer.Argument(metavar="FOLDER", parser=local("FOLDER"), help="A prepared folder."),
 ]
 Private: TypeAlias = Annotated[
     bool, typer.Option("--private", help="A repository that is made for a push is private.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import Json, Quiet, Verbose, local, output_of
 from aiter_prep.cli.pictures import check_pictures, write_pictures
 from aiter_prep.cli.plan_words import group_line
 
@@ -30,14 +30,17 @@ GPUS_OF_A_HOST = 8
 def inspect(
     context: typer.Context,
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a prepared folder.")
+        Path,
+        typer.Argument(
+            metavar="PATH", parser=local("PATH"), help="A checkpoint, or a prepared folder."
+        ),
     ],
     *,
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.svg|png",
-            dir_okay=False,
+            parser=local("--plot"),
             help="Also draw where the bytes are: a picture.",
         ),
     ] = None,
@@ -45,7 +48,7 @@ def inspect(
         Path | None,
         typer.Option(
             metavar="FILE.html",
-            dir_okay=False,
+            parser=local("--html"),
             help="Also write a page about a prepared folder; it needs nothing beside it.",
         ),
     ] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, Quiet, Verbose, exit_codes, output_of
+from aiter_prep.cli.flags import Json, Quiet, Verbose, exit_codes, local, output_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +23,10 @@ Name: TypeAlias = Annotated[str, typer.Argument(help="A layout, as the list call
 Svg: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        "--svg", metavar="FILE", dir_okay=False, help="Also write the drawing as an SVG picture."
+        "--svg",
+        metavar="FILE",
+        parser=local("--svg"),
+        help="Also write the drawing as an SVG picture.",
     ),
 ]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, Private, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import Folder, Json, Private, Quiet, Verbose, output_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ SCHEMA = "aiter-prep/push/1"
 
 def push(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
+    folder: Folder,
     repo_id: Annotated[
         str,
         typer.Argument(

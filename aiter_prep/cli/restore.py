@@ -9,6 +9,8 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import (
+    PUSH,
+    Folder,
     Json,
     LogFile,
     MaxShardSize,
@@ -16,6 +18,7 @@ from aiter_prep.cli.flags import (
     Quiet,
     Verbose,
     Workers,
+    local,
     output_of,
 )
 from aiter_prep.cli.values import parse_size
@@ -25,9 +28,14 @@ SCHEMA = "aiter-prep/restore/1"
 
 def restore(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
+    folder: Folder,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder to write; empty or not there.")
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            parser=local("OUT", PUSH),
+            help="The folder to write; empty or not there.",
+        ),
     ],
     *,
     max_shard_size: MaxShardSize = "5GB",

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from aiter_prep.cli import words
-from aiter_prep.cli.flags import Json, Quiet, Verbose, output_of
+from aiter_prep.cli.flags import Json, Quiet, Verbose, local, named, output_of
 from aiter_prep.cli.plan_words import shard_bodies
 
 SCHEMA = "aiter-prep/seal/1"
@@ -18,7 +18,10 @@ SCHEMA = "aiter-prep/seal/1"
 def seal(
     context: typer.Context,
     folder: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder that `convert --part` wrote.")
+        Path,
+        typer.Argument(
+            metavar="OUT", parser=local("OUT"), help="The folder that `convert --part` wrote."
+        ),
     ],
     *,
     source: Annotated[
@@ -26,6 +29,7 @@ def seal(
         typer.Option(
             "--source",
             metavar="SOURCE",
+            parser=named("--source"),
             help="The source, where it lies elsewhere than the parts found it.",
         ),
     ] = None,

@@ -9,12 +9,15 @@ import typer
 
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import (
+    Folder,
     Json,
     LogFile,
     ProgressForm,
     Quiet,
     Verbose,
     Workers,
+    local,
+    named,
     output_of,
 )
 from aiter_prep.errors import DataMismatch, InvalidUsage
@@ -30,13 +33,14 @@ SCHEMA = "aiter-prep/verify/1"
 
 def verify(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A prepared folder.")],
+    folder: Folder,
     *,
     source: Annotated[
         str | None,
         typer.Option(
             "--source",
             metavar="SOURCE",
+            parser=named("--source"),
             help="Also undo the layouts and compare with this folder or Hub id, byte by byte.",
         ),
     ] = None,
@@ -48,6 +52,7 @@ def verify(
         typer.Option(
             "--sha256sums",
             metavar="FILE",
+            parser=local("--sha256sums"),
             help="Also write the SHA-256 of every file, as `sha256sum --check` takes it.",
         ),
     ] = None,

@@ -19,6 +19,7 @@ from aiter_prep.execution.source import check_source_unchanged, read_small_file
 from aiter_prep.execution.supplied import Job, supplied
 from aiter_prep.progress import Board
 from aiter_prep.storage.checkpoint import CONFIG_FILE
+from aiter_prep.storage.files import local_path
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder
 from aiter_prep.storage.reader import FolderReader
@@ -74,7 +75,7 @@ def execute(
     threads = checked_workers(workers)
     if isinstance(backend, str):
         backend, _ = choose_backend(backend, layouts=layouts_of(plan))
-    out = Path(out)
+    out = local_path(out, "the folder to write", "write to a local folder, then `push` it")
     refuse_overlap(plan.checkpoint.folder, out)
     try:
         return _execute(plan, out, backend, threads, progress, resume=resume, overwrite=overwrite)

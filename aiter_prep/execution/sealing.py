@@ -19,6 +19,7 @@ from aiter_prep.execution.source import check_source_unchanged
 from aiter_prep.manifest import read_manifest
 from aiter_prep.plan.make import make_plan
 from aiter_prep.storage.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
+from aiter_prep.storage.files import local_path
 from aiter_prep.storage.folder import JOURNAL_FILE, PARTS_FOLDER
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder, looks_like
@@ -63,7 +64,7 @@ def seal(out: str | Path, *, source: Checkpoint | None = None) -> Manifest:
         OutputNotEmpty: Another process is sealing the folder.
         AiterPrepError: The disk is full or fails.
     """
-    out = Path(out)
+    out = local_path(out, "the folder to write", "write to a local folder, then `push` it")
     place = place_of_parts(out)
     key, request = _only_plan(place)
     if request is None:

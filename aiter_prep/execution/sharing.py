@@ -15,6 +15,7 @@ from aiter_prep.execution.record import arguments_of, created_by, shard_digest
 from aiter_prep.execution.run import Run, layouts_of, refuse_overlap, run_jobs
 from aiter_prep.execution.shardset import ShardSet
 from aiter_prep.execution.source import check_source_unchanged
+from aiter_prep.storage.files import local_path
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.parts import PartsFolder, place_for_parts
 from aiter_prep.storage.threads import checked_workers
@@ -73,7 +74,7 @@ def shared_conversion(plan: Plan, out: str | Path, *, overwrite: bool = False) -
         OutputNotEmpty: The folder may not be replaced.
         InvalidUsage: The folder and the source lie in each other.
     """
-    out = Path(out)
+    out = local_path(out, "the folder to write", "write to a local folder, then `push` it")
     refuse_overlap(plan.checkpoint.folder, out)
     facts = facts_of(plan)
     is_remote = plan.checkpoint.remote is not None

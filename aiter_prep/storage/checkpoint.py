@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aiter_prep.errors import BadSource, NoRule
 from aiter_prep.storage import jsontext
 from aiter_prep.storage.collector import collector_paused
-from aiter_prep.storage.files import leaves_folder, read_whole
+from aiter_prep.storage.files import COPY_HINT, LEADS_OUT, leaves_folder, read_whole
 from aiter_prep.storage.header import Header, TensorInfo, read_header
 from aiter_prep.storage.jsontext import printable
 
@@ -190,10 +190,7 @@ def refuse_link_outside(path: Path) -> None:
         BadSource: It is a link to somewhere else.
     """
     if leaves_folder(path):
-        raise BadSource(
-            f"`{printable(path.name)}` is a link that leads out of its folder",
-            "put the file itself into the folder, for example with `cp --dereference`",
-        )
+        raise BadSource(f"`{printable(path.name)}` {LEADS_OUT}", COPY_HINT)
 
 
 def read_optional_json(path: Path) -> dict[str, Any] | None:

@@ -1,11 +1,24 @@
-"""Reads small files with suspicion: regular ones alone, of a bounded size."""
+"""Takes names of folders and files with suspicion, and reads small files: regular ones alone."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiter_prep.errors import AiterPrepError, DataMismatch, InvalidUsage
+from aiter_prep.storage.jsontext import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+LEADS_OUT = "is a link that leads out of its folder"
+COPY_HINT = "put the file itself into the folder, for example with `cp --dereference`"
+_EFFECTIVE = os.access in os.supports_effective_ids
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII | re.IGNORECASE)
 
 
 def read_whole(path: Path, max_bytes: int) -> bytes:
@@ -28,6 +41,53 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
     if len(data) > min(status.st_size, max_bytes):
         raise OSError(errno.EFBIG, f"it is larger than {len(data) - 1} bytes", str(path))
     return data
+
+
+def local_path(place: str | Path, what: str, way_out: str) -> Path:
+    """Return a path that a user gave as text: neither empty nor the address of something else.
+
+    To `Path` nothing is the current folder, and `s3://bucket/folder` a folder below `s3:`.
+
+    Args:
+        place: The text.
+        what: What it stands for, such as `OUT`.
+        way_out: What to do with an address.
+
+    Raises:
+        InvalidUsage: It is one of these.
+    """
+    if not str(place):
+        raise InvalidUsage(
+            f"{what} is empty", "name it; a shell variable that is not set leaves nothing"
+        )
+    if _ADDRESS.match(str(place)):
+        raise InvalidUsage(
+            f"{what} is the address `{printable(str(place))}`, and must be a local path", way_out
+        )
+    return Path(place)
+
+
+def check_files(folder: Path, names: Iterable[str], *, with_links: bool) -> None:
+    """Check that files of a prepared folder lie in it, and that we may read them.
+
+    Args:
+        folder: The folder.
+        names: The files; those that are missing are left to others.
+        with_links: Leave links that lead out of the folder to others, too.
+
+    Raises:
+        DataMismatch: One is a link that leads out of the folder.
+        AiterPrepError: One may not be read by us: that is no damage.
+    """
+    for name in names:
+        path = folder / name
+        if not with_links and leaves_folder(path):
+            raise DataMismatch(f"`{printable(name)}` {LEADS_OUT}", COPY_HINT)
+        if path.exists() and not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
+            raise AiterPrepError(
+                f"cannot read `{printable(str(path))}`: {os.strerror(errno.EACCES)}",
+                "mend its permissions; whether it is damaged is not known",
+            )
 
 
 def leaves_folder(path: Path) -> bool:

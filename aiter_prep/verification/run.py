@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiter_prep.errors import DataMismatch, InvalidUsage
 from aiter_prep.manifest import read_manifest
+from aiter_prep.storage.files import local_path
 from aiter_prep.storage.guards import finish_hint
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import is_unfinished
@@ -46,19 +47,20 @@ def verify(
 
     Raises:
         DataMismatch: There is no manifest that could be checked against.
+        AiterPrepError: A file may not be read by us, so nothing can be said of it.
         InvalidUsage: `quick` contradicts `source` and `sha256`, or there are too many workers.
     """
     if quick and source is not None:
         raise InvalidUsage("--quick reads no tensor, so it cannot compare with a --source")
     if quick and sha256:
         raise InvalidUsage("--quick reads no tensor, so it has no --sha256sums")
-    folder = Path(folder)
+    folder = local_path(folder, "the prepared folder", "fetch it first")
     if is_unfinished(folder):
         raise DataMismatch(
             f"`{printable(str(folder))}` is unfinished: a run has begun it and not sealed it",
             finish_hint(folder),
         )
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder, with_links=True)
     total = sum(shard.size for shard in manifest.shards)
     total += 0 if source is None else source.total_bytes
     findings = Findings(folder, manifest, total, checked_workers(workers), progress)

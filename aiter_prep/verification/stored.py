@@ -11,7 +11,7 @@ from aiter_prep.errors import AiterPrepError, BadSource
 from aiter_prep.manifest import MAX_MANIFEST_BYTES
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.digest import Digest, digest_of, tree_digest
-from aiter_prep.storage.files import read_whole
+from aiter_prep.storage.files import LEADS_OUT, leaves_folder, read_whole
 from aiter_prep.storage.folder import HUB_FILES, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.reader import CHUNK_BYTES, FolderReader, chunks
@@ -68,7 +68,7 @@ class StoredCheck:
             else:
                 in_shard[record.file][record.name] = record
         for shard in self._manifest.shards:
-            if os.path.lexists(self._folder / shard.file):  # a link to nowhere is damage, too
+            if self._is_there(shard.file):
                 header = self._header(shard, in_shard[shard.file])
                 if header is not None:
                     self._sound.append((header, in_shard[shard.file]))
@@ -93,7 +93,7 @@ class StoredCheck:
     def files(self) -> None:
         """Check the files beside the shards."""
         for file in self._manifest.files:
-            if not os.path.lexists(self._folder / file.name):
+            if not self._is_there(file.name):
                 continue
             try:
                 data = read_whole(self._folder / file.name, file.size)
@@ -123,6 +123,14 @@ class StoredCheck:
         for name, stamp in self._stamps.items():
             if _stamp(self._folder / name) != stamp:
                 self._findings.add(name, "changed while it was read")
+
+    def _is_there(self, name: str) -> bool:
+        """Return whether a file is to be read; a link to nowhere is, and is damage."""
+        path = self._folder / name
+        if leaves_folder(path):
+            self._findings.add(name, LEADS_OUT)
+            return False
+        return os.path.lexists(path)
 
     def _note_sha256(self, name: str, data: bytes) -> None:
         if self._with_sha256:

@@ -299,8 +299,6 @@ def test_a_file_that_became_something_else_is_named(file: str, kind: str, folder
     else:
         path.rename(folder.out.parent / file)
         path.symlink_to(folder.out.parent / file)
-        assert found(folder.out) == []  # the bytes are what counts
-        return
     assert {file for file, _, _ in found(folder.out)} == {file}
 
 

@@ -160,7 +160,7 @@ def test_every_layout_can_be_described_in_json() -> None:
 
 
 def test_a_folder_without_a_manifest_is_not_prepared(tmp_path: Path) -> None:
-    with pytest.raises(DataMismatch, match=r"is not a prepared folder: `aiter_prep\.json`"):
+    with pytest.raises(DataMismatch, match=r"it has no `aiter_prep\.json`"):
         read_manifest(tmp_path)
 
 
