@@ -2,6 +2,7 @@
 
 It serves downloads (ranges, commits, LFS digests) and takes uploads (LFS, commits, branches), keeps
 everything in memory, and can misbehave: refuse, cut connections, send other bytes than it promises.
+With a store of Xet it sends clients that speak Xet there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from huggingface_hub import RepoCard
+
+from xet_store import XetStore
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "some-org/some-model"
@@ -94,6 +97,7 @@ class HubServer:
         refuse_after: How many large files are taken, before the others are refused.
         sent_bytes: Bytes of files that were sent out.
         url: Where it listens.
+        xet: Where large files lie in chunks, or None.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -110,6 +114,7 @@ class HubServer:
     before_upload: Callable[[], object] | None = None
     sent_bytes: int = 0
     url: str = ""
+    xet: XetStore | None = None
     objects: dict[str, bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -168,6 +173,8 @@ class HubServer:
         repository = self.repository(name)
         if repository is None:
             return refused(NOT_FOUND, "RepoNotFound")
+        if self.xet is not None and rest[:1] in (["xet-read-token"], ["xet-write-token"]):
+            return xet_token(self.xet)
         what, revision = [*rest, "revision", "main"][:2] if not rest else (rest[0], rest[-1])
         if what == "refs":
             return as_json(
@@ -211,12 +218,17 @@ class HubServer:
             if line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
-                files[value["path"]] = self.objects[value["oid"]]
+                files[value["path"]] = self.object(value["oid"])
             else:
                 assert line["key"] == "deletedFile"
                 del files[value["path"]]
         oid = repository.add(branch, Commit(files, parent, head["summary"]))
         return as_json({"commitUrl": f"{self.url}/a/b/commit/{oid}", "commitOid": oid})
+
+    def object(self, oid: str) -> bytes:
+        if oid not in self.objects and self.xet is not None:
+            self.objects[oid] = self.xet.get(oid)
+        return self.objects[oid]
 
     def batch(self, name: str, asked: dict[str, Any]) -> Answer:
         assert name in self.repositories
@@ -253,6 +265,10 @@ class HubServer:
         answer = {"X-Repo-Commit": oid, "ETag": f'"{blob_of(told)}"', "Accept-Ranges": "bytes"}
         if is_large(file):
             answer |= {"X-Linked-Etag": f'"{sha256_of(told)}"', "X-Linked-Size": str(len(told))}
+            if self.xet is not None:
+                route = f"{self.url}/api/models/{name}/xet-read-token/{oid}"
+                answer["Link"] = f'<{route}>; rel="xet-auth"'
+                answer["X-Xet-Hash"] = self.xet.name_of(sha256_of(data))
         asked = headers.get("Range", "")
         if asked.startswith("bytes="):
             first, _, last = asked.removeprefix("bytes=").partition("-")
@@ -267,6 +283,16 @@ class HubServer:
 
 def refused(status: int, code: str) -> Answer:
     return status, {"X-Error-Code": code, "X-Error-Message": "refused"}, b""
+
+
+def xet_token(store: XetStore) -> Answer:
+    token = store.token()
+    headers = {
+        "X-Xet-Cas-Url": str(token["casUrl"]),
+        "X-Xet-Access-Token": str(token["accessToken"]),
+        "X-Xet-Token-Expiration": str(token["exp"]),
+    }
+    return 200, headers, json.dumps(token).encode()
 
 
 def as_json(document: Any) -> Answer:
@@ -370,7 +396,7 @@ def serving() -> Iterator[HubServer]:
         thread.join()
 
 
-def environment(hub_url: str, home: Path) -> dict[str, str]:
+def environment(hub_url: str, home: Path, *, xet: bool = False) -> dict[str, str]:
     """The environment in which the real client talks to a server, with a cache of its own."""
     return {
         **os.environ,
@@ -378,7 +404,8 @@ def environment(hub_url: str, home: Path) -> dict[str, str]:
         "HF_HOME": str(home / "hf"),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_XET": "1",  # a protocol of its own, which the server does not speak
+        "HF_HUB_DISABLE_XET": "0" if xet else "1",
+        "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1",
         "HF_TOKEN": TOKEN,
         "NO_PROXY": "127.0.0.1",
     }
@@ -390,6 +417,7 @@ class Client:
     Args:
         server: The server that it talks to.
         home: Where the client keeps its cache.
+        xet: Whether it speaks Xet, too.
     """
 
     LOOP = """
@@ -404,10 +432,10 @@ for line in sys.stdin:
     print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
 """
 
-    def __init__(self, server: HubServer, home: Path) -> None:
+    def __init__(self, server: HubServer, home: Path, *, xet: bool = False) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", self.LOOP],
-            env=environment(server.url, home),
+            env=environment(server.url, home, xet=xet),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,6 +20,8 @@ COPY_HINT = "put the file itself into the folder, for example with `cp --derefer
 _EFFECTIVE = os.access in os.supports_effective_ids
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.ASCII | re.IGNORECASE)
 
+SHARED_BLOBS_MARKER = ".huggingface-shared-blobs"
+
 
 def read_whole(path: Path, max_bytes: int) -> bytes:
     """Return the content of a regular file.
@@ -94,13 +96,19 @@ def leaves_folder(path: Path) -> bool:
     """Return whether a file is a link to somewhere outside its folder.
 
     The cache of the Hub is made of links, `models--*/snapshots/REVISION/FILE` to
-    `models--*/blobs/HASH`; these count as inside.
+    `models--*/blobs/HASH`; these count as inside. So do those that go on from there to `blobs`
+    beside `models--*`, where huggingface_hub 2.4 keeps what came over Xet
+    (`utils/_shared_blobs.py`).
     """
     if not path.is_symlink():
         return False
     root = Path(os.path.realpath(path.parent))  # as `resolve`, but a loop is no error
     homes = [root]
     if root.parent.name == "snapshots":
-        homes.append(root.parent.parent / "blobs")
+        repository = root.parent.parent
+        homes.append(repository / "blobs")
+        shared = repository.parent / "blobs"
+        if (shared / SHARED_BLOBS_MARKER).is_file():
+            homes.append(shared)
     target = Path(os.path.realpath(path))
     return not any(home in target.parents for home in homes)

@@ -160,6 +160,28 @@ def test_the_cache_of_the_hub_is_made_of_links_and_read(source: Path, tmp_path: 
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_what_repositories_share_in_the_cache_of_the_hub_is_read(
+    is_marked: bool, source: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "hub"
+    revision = cache / "models--org--name" / "snapshots" / ("0" * 40)
+    for folder in (revision, cache / "models--org--name" / "blobs", cache / "blobs" / "00"):
+        folder.mkdir(parents=True)
+    if is_marked:
+        (cache / "blobs" / ".huggingface-shared-blobs").write_text("1\n", "utf-8")
+    for path in sorted(source.iterdir()):
+        path.rename(cache / "blobs" / "00" / path.name)
+        blob = cache / "models--org--name" / "blobs" / path.name
+        blob.symlink_to(Path("..", "..", "blobs", "00", path.name))
+        (revision / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    if is_marked:
+        prepare(revision, tmp_path / "out")
+        assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b"{}"
+    else:
+        assert "leads out" in refusal(lambda: open_checkpoint(revision))
+
+
 def test_a_link_from_the_cache_of_the_hub_to_elsewhere_is_refused(
     source: Path, tmp_path: Path
 ) -> None:
