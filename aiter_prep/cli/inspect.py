@@ -110,7 +110,8 @@ def _outlook_lines(outlooks: tuple[Outlook, ...]) -> Iterator[str]:
 
     alike: dict[tuple[object, ...], list[Outlook]] = {}
     for outlook in outlooks:
-        key = (outlook.target, outlook.workable_tp, outlook.forecasts, outlook.refusal)
+        says = (outlook.workable_tp, outlook.forecasts, outlook.refusal, outlook.is_one_way)
+        key = (outlook.target, *says)
         alike.setdefault(key, []).append(outlook)
     for members in alike.values():
         first = members[0]
@@ -118,7 +119,8 @@ def _outlook_lines(outlooks: tuple[Outlook, ...]) -> Iterator[str]:
         if first.refusal:
             yield f"{first.target} on {chips}: {first.refusal}"
             continue
-        yield f"{first.target} on {chips}: --tp {compact(first.workable_tp)}"
+        one_way = "; one way: keep the source" if first.is_one_way else ""
+        yield f"{first.target} on {chips}: --tp {compact(first.workable_tp)}{one_way}"
         rows = [("--tp", "one rank", "all shards", "padding")]
         rows += [
             (
@@ -175,6 +177,9 @@ def _prepared_lines(found: PreparedInspection) -> Iterator[str]:
     yield from words.columns(rows, right=[1, 2, 3])
     for name, meaning in found.conversions.items():
         yield f"changed values: {name}: {meaning}"
+    if found.is_lossy:
+        count = words.count(found.lossy_tensors, "tensor")
+        yield f"{count} cannot be undone: `restore` refuses this folder, so keep the source"
     for entry in found.skipped:
         yield f"left out: {entry.get('name')}: {entry.get('reason')}"
 

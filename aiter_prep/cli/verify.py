@@ -131,12 +131,22 @@ def _lines(report: Report, depth: str) -> Iterator[str]:
         f"{words.size(report.total_bytes)} read"
     )
     if report.is_clean:
-        yield f"{report.folder}: {DEPTHS[depth]}"
+        yield f"{report.folder}: {_meaning(report, depth)}"
         yield f"  {read}"
     else:
         yield f"{report.folder}: {words.count(len(report.problems), 'problem')} ({read})"
     for note in report.notes:
         yield f"  {note}"
+
+
+def _meaning(report: Report, depth: str) -> str:
+    if depth != "source" or not report.lossy_tensors:
+        return DEPTHS[depth]
+    count = words.count(report.lossy_tensors, "tensor")
+    return (
+        f"{DEPTHS['full']} and as the source gives it; {count} of {report.tensors:,} cannot be "
+        "undone, so keep the source"
+    )
 
 
 def _problem_line(problem: Problem) -> str:
@@ -157,5 +167,6 @@ def _body(report: Report, depth: str) -> dict[str, Any]:
         "shards": report.shards,
         "tensors": report.tensors,
         "total_bytes": report.total_bytes,
+        "lossy_tensors": report.lossy_tensors,
         "notes": list(report.notes),
     }

@@ -51,6 +51,7 @@ class Outlook:
         workable_tp: Tensor-parallel sizes that work, up to 64.
         forecasts: What some of them would write.
         refusal: Why none works, or empty.
+        is_one_way: Whether the source could not be had back.
     """
 
     target: str
@@ -58,6 +59,7 @@ class Outlook:
     workable_tp: tuple[int, ...] = ()
     forecasts: tuple[Forecast, ...] = field(default=())
     refusal: str = ""
+    is_one_way: bool = False
 
 
 def expert_groups(blocks: Iterable[ExpertBlock]) -> tuple[ExpertGroup, ...]:

@@ -74,6 +74,7 @@ class PreparedInspection:
         conversions: Change of values to what it means.
         skipped: Source tensors that were left out.
         is_lossy: Whether the source cannot be had back.
+        lossy_tensors: Number of tensors that cannot be undone.
     """
 
     folder: Path
@@ -90,6 +91,7 @@ class PreparedInspection:
     conversions: Mapping[str, str]
     skipped: tuple[Mapping[str, str], ...]
     is_lossy: bool
+    lossy_tensors: int
 
     def to_json(self) -> dict[str, Any]:
         """Return what it says as plain values."""
@@ -149,6 +151,7 @@ def _inspection(folder: Path, manifest: Manifest) -> PreparedInspection:
         conversions=manifest.conversions,
         skipped=manifest.skipped,
         is_lossy=bool(manifest.lossy),
+        lossy_tensors=len(manifest.lossy),
     )
 
 

@@ -16,6 +16,7 @@ from aiter_prep.inspection.forecast import Module, forecasts_of
 from aiter_prep.inspection.model import ExpertGroup, Outlook, expert_groups
 from aiter_prep.plan.cut import workable_tp
 from aiter_prep.plan.make import path_of, traits_for
+from aiter_prep.plan.stacks import is_one_way
 from aiter_prep.storage.collector import collector_paused
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.targets.table import TARGETS
@@ -230,4 +231,5 @@ def _outlook(
         forecasts = tuple(forecasts_of(modules, common, tried, target=target, gfx=gfx))
     except NoRule as fault:
         return Outlook(target, gfx, refusal=fault.message)
-    return Outlook(target, gfx, sizes, forecasts)
+    one_way = any(is_one_way(block, path) for block, path in modules)
+    return Outlook(target, gfx, sizes, forecasts, is_one_way=one_way)

@@ -11,6 +11,7 @@ from aiter_prep.families.traits import traits_of
 from aiter_prep.plan.cut import Cut, Parallel, cut_block
 from aiter_prep.plan.shards import Shard, common_shards, rank_shards
 from aiter_prep.plan.stacks import stacks_of
+from aiter_prep.quantities import count
 from aiter_prep.sharding import PLACEMENTS
 from aiter_prep.storage.checkpoint import is_plain_name
 from aiter_prep.storage.collector import collector_paused
@@ -328,6 +329,12 @@ def _left_warning(name: str) -> str:
 
 
 def _block_warnings(blocks: Sequence[BlockPlan]) -> Iterator[str]:
+    one_way = [s for plan in blocks for stack in plan.stacks if stack.is_lossy for s in stack.steps]
+    if one_way:
+        yield (
+            f"{count(len(one_way), 'tensor')} cannot be undone, since values are merged or rounded "
+            "as the engine does: keep the source"
+        )
     yield from sorted({plan.path.note for plan in blocks if plan.path.note})
     empty = sorted({r for plan in blocks for r, part in enumerate(plan.cut.parts) if not part})
     if empty:

@@ -66,6 +66,18 @@ def stacks_of(
                     yield _Task(block, path, cut, group, role, form, parts).stack(ranks)
 
 
+def is_one_way(block: ExpertBlock, path: WeightPath) -> bool:
+    """Return whether the source of a module cannot be had back from what a target wants of it."""
+    roles = {(W2 if projection == DOWN else W13, role) for projection, role in block.parts}
+    forms = [
+        (group, form)
+        for group, role in roles
+        for form in path.forms.values()
+        if form is path.forms.get(role) or form.made_of == role
+    ]
+    return any(form.shape == "scalar" or form.merges[group == W2] for group, form in forms)
+
+
 def _forms(path: WeightPath, role: str, part: Part) -> list[Form]:
     """Return the forms of a role: one, and those of more tensors that are made of it."""
     if role not in path.forms:

@@ -88,6 +88,7 @@ class Findings:
             len(self.manifest.shards),
             len(self.manifest.tensors),
             self._read_bytes,
+            len(self.manifest.lossy),
             tuple(self.notes),
             {} if self.problems else sha256,
         )

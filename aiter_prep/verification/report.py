@@ -38,6 +38,8 @@ class Report:
         shards: Shards that were checked.
         tensors: Tensors that were checked.
         total_bytes: Bytes that were read.
+        lossy_tensors: Tensors that cannot be undone; with a source, they were computed again
+            from it and compared.
         notes: What a person should know, though it is not wrong.
         sha256: SHA-256 of every file of the folder, by name, in hexadecimal digits; empty unless
             it was asked for and nothing is wrong.
@@ -48,6 +50,7 @@ class Report:
     shards: int
     tensors: int
     total_bytes: int
+    lossy_tensors: int = 0
     notes: tuple[str, ...] = ()
     sha256: Mapping[str, str] = field(default_factory=dict)
 

@@ -121,10 +121,6 @@ class SourceCheck:
                 return
         for record in sink.different:
             self._findings.add(record.file, "differs from what the source gives", record)
-        self._findings.notes.append(
-            f"{len(self._manifest.lossy)} tensors cannot be undone; they were computed again from "
-            "the source and compared"
-        )
 
     def _compare_names(self, source: Checkpoint) -> None:
         """Check that every source tensor is accounted for, and the config is the source's."""
