@@ -287,7 +287,8 @@ class _Restoration:
 
 def _unwrapped(text: bytes) -> bytes:
     try:
-        return unwrapped_config(jsontext.parse_object(text, f"`{CONFIG_FILE}`"))
+        config = jsontext.parse_object(text, f"`{CONFIG_FILE}`", allow_nan=True)
+        return unwrapped_config(config)
     except BadSource as fault:
         raise DataMismatch(fault.message) from None
 
@@ -298,7 +299,7 @@ def unwrapped_config(config: Mapping[str, Any]) -> bytes:
     text = plain.get("text_config")
     if isinstance(text, dict):
         plain["text_config"] = _unwrap(text)
-    return (json.dumps(plain, indent=2, allow_nan=False) + "\n").encode()
+    return (json.dumps(plain, indent=2) + "\n").encode()
 
 
 def _unwrap(config: Mapping[str, Any]) -> dict[str, Any]:

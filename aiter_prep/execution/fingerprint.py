@@ -49,7 +49,7 @@ def facts_of(plan: Plan) -> dict[str, Any]:
         "code": code_digest(),
         "name": [checkpoint.name, checkpoint.revision],
         "source": digest_of(jsontext.canonical([_source(plan), changed])),
-        "config": digest_of(jsontext.canonical(configs)),
+        "config": digest_of(jsontext.canonical(configs, allow_nan=True)),
         "layouts": digest_of(jsontext.canonical(described)),
         "tensors": _tensors(plan),
     }

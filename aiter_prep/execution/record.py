@@ -130,7 +130,8 @@ def wrapped_config(config: Mapping[str, Any]) -> bytes:
     text = config.get("text_config")
     if isinstance(text, dict) and "quantization_config" in text:
         wrapped["text_config"] = {**text, "quantization_config": _wrap(text["quantization_config"])}
-    return (json.dumps(wrapped, indent=2, allow_nan=False) + "\n").encode()
+    # NaN and infinity as Python writes and reads them, and so transformers
+    return (json.dumps(wrapped, indent=2) + "\n").encode()
 
 
 def _wrap(original: Any) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from aiter_prep.errors import BadSource
 from aiter_prep.storage.checkpoint import (
     CONFIG_FILE,
     HF_QUANT_CONFIG_FILE,
-    read_json_file,
+    read_config,
     read_optional_json,
 )
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import MAX_SMALL_FILE_BYTES
-from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.jsontext import canonical, printable
 
 if TYPE_CHECKING:
     from aiter_prep.plan.make import Plan
@@ -52,7 +52,11 @@ def check_source_unchanged(plan: Plan) -> None:
         found = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if found != (header.file_bytes, header.mtime_ns, header.ctime_ns):
             raise _changed(header.file)
-    if read_json_file(folder / CONFIG_FILE) != plan.checkpoint.config:
+    texts = [
+        canonical(config, allow_nan=True)  # NaN is not equal to NaN
+        for config in (read_config(folder), plan.checkpoint.config)
+    ]
+    if texts[0] != texts[1]:
         raise _changed(CONFIG_FILE)
     if read_optional_json(folder / HF_QUANT_CONFIG_FILE) != plan.checkpoint.hf_quant_config:
         raise _changed(HF_QUANT_CONFIG_FILE)

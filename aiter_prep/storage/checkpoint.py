@@ -24,6 +24,7 @@ MANIFEST_FILE = "aiter_prep.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 METHOD = "aiter_prep"
 MAX_JSON_BYTES = 256 * 1024 * 1024
 MAX_FILE_NAME_BYTES = 255
@@ -165,7 +166,16 @@ def _checked(
     )
 
 
-def read_json_file(path: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` of a folder, as Python writes it: with NaN and infinity, if any.
+
+    Raises:
+        BadSource: It is missing, too large, or no JSON object.
+    """
+    return read_json_file(folder / CONFIG_FILE, allow_nan=True)
+
+
+def read_json_file(path: Path, *, allow_nan: bool = False) -> dict[str, Any]:
     """Read a JSON object from a file of at most `MAX_JSON_BYTES`.
 
     Raises:
@@ -178,7 +188,8 @@ def read_json_file(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise BadSource(f"`{name}` is larger than {MAX_JSON_BYTES} bytes")
         refuse_link_outside(path)
-        return jsontext.parse_object(read_whole(path, MAX_JSON_BYTES), f"`{name}`")
+        text = read_whole(path, MAX_JSON_BYTES)
+        return jsontext.parse_object(text, f"`{name}`", allow_nan=allow_nan)
     except OSError as fault:
         raise BadSource(f"cannot read `{name}`: {fault.strerror}") from None
 
@@ -209,11 +220,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"`{printable(str(folder))}` {what}",
             "give a folder with config.json and safetensors shards, or a Hub id org/name",
         )
-    config = read_json_file(folder / CONFIG_FILE)
+    config = read_config(folder)
     for holder in (config, config.get("text_config")):
-        quantization = holder.get("quantization_config") if isinstance(holder, dict) else None
-        if isinstance(quantization, dict) and quantization.get("quant_method") == METHOD:
-            raise prepared_already(folder.name)
+        for key in QUANTIZATION_KEYS if isinstance(holder, dict) else ():
+            quantization = holder.get(key)
+            if quantization is not None and not isinstance(quantization, dict):
+                raise BadSource(
+                    f"`{key}` of `{CONFIG_FILE}` is {jsontext.shown(quantization)}, not an object",
+                    "mend it, or remove it from a model that is not quantised",
+                )
+            if quantization is not None and quantization.get("quant_method") == METHOD:
+                raise prepared_already(folder.name)
     return config
 
 

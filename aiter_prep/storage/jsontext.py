@@ -21,12 +21,14 @@ class JsonFault(ValueError):
     """The text is JSON to a lenient reader, but not to us."""
 
 
-def parse(text: bytes | str, what: str) -> Any:
+def parse(text: bytes | str, what: str, *, allow_nan: bool = False) -> Any:
     """Parse one JSON document; a key that stands twice in an object is an error.
 
     Args:
         text: UTF-8 bytes or text.
         what: What the text is, for the message, such as "`config.json`".
+        allow_nan: Take `NaN`, `Infinity` and `-Infinity`, which are no JSON, but what Python and
+            transformers write and read.
 
     Raises:
         BadSource: Not UTF-8, not JSON, nested too deeply, a duplicate key or a non-finite number.
@@ -35,7 +37,8 @@ def parse(text: bytes | str, what: str) -> Any:
         _check_density(text)
         # left to itself, `json` also takes UTF-16, and halves of surrogates
         decoded = text if isinstance(text, str) else text.decode("utf-8")
-        document = json.loads(decoded, parse_constant=_refuse_constant, parse_float=_finite)
+        constant = float if allow_nan else _refuse_constant
+        document = json.loads(decoded, parse_constant=constant, parse_float=_finite)
         if not _has_all_keys(decoded, _count_keys(document)):
             json.loads(decoded, object_pairs_hook=_refuse_twins)
     except (ValueError, RecursionError) as fault:
@@ -44,21 +47,22 @@ def parse(text: bytes | str, what: str) -> Any:
     return document
 
 
-def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
+def parse_object(text: bytes | str, what: str, *, allow_nan: bool = False) -> dict[str, Any]:
     """Parse one JSON object.
 
     Raises:
         BadSource: As `parse`, or the document is not an object.
     """
-    document = parse(text, what)
+    document = parse(text, what, allow_nan=allow_nan)
     if not isinstance(document, dict):
         raise BadSource(f"{what} is a JSON {type(document).__name__}, not an object")
     return document
 
 
-def canonical(document: Any) -> bytes:
+def canonical(document: Any, *, allow_nan: bool = False) -> bytes:
     """Return the one text of a document: sorted keys, no spaces, ASCII."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=allow_nan)
+    return text.encode()
 
 
 def readable(document: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,11 @@ import pytest
 
 import tiny
 from aiter_prep.errors import AiterPrepError, BadSource, NoRule
+from aiter_prep.execution import execute
+from aiter_prep.plan import make_plan
+from aiter_prep.restoration import restore
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint, read_json_file
+from aiter_prep.verification import verify
 from prepared import prepare
 from support import fixture
 
@@ -168,8 +173,18 @@ def test_a_folder_without_a_config_is_refused(single: Path) -> None:
         (b"null", "`config.json` is a JSON NoneType, not an object"),
         (b'{"a": 1, "a": 2}', "the key `a` stands twice"),
         (b'{"a": {"b": 1, "b": 1}}', "the key `b` stands twice"),
-        (b'{"a": NaN}', "NaN is not a JSON number"),
-        (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
+        (b'{"a": 1e999}', "1e999 is too large a number"),
+        (b'{"a": nan}', "`config.json` is not valid JSON"),
+        (
+            b'{"quantization_config": "x"}',
+            "`quantization_config` of `config.json` is 'x', not an o",
+        ),
+        (b'{"quantization_config": []}', "`quantization_config` of `config.json` is [], not an o"),
+        (b'{"compression_config": 1}', "`compression_config` of `config.json` is 1, not an object"),
+        (
+            b'{"text_config": {"quantization_config": false}}',
+            "`quantization_config` of `config.json` is False, not an object",
+        ),
         (b'{"a\x1b[2J": 1, "a\x1b[2J": 2}', "not valid JSON"),
         (b'{"\\u001b": 1, "\\u001b": 2}', r"the key `\x1b` stands twice"),
         (b"\xff\xfe{}", "`config.json` is not valid JSON"),
@@ -469,3 +484,29 @@ def test_a_shard_that_says_it_is_not_shuffled_is_taken(single: Path) -> None:
     tensors = tiny.read_shard(single / tiny.SINGLE)
     tiny.write_shard(single / tiny.SINGLE, tensors, {"format": "pt", "is_shuffled": "false"})
     assert len(open_checkpoint(single).tensors) == len(tensors)
+
+
+def test_numbers_that_only_python_writes_are_carried_over_and_come_back(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    config |= {"time_step_limit": [0.0, math.inf], "low": -math.inf, "none": math.nan}
+    (source / "config.json").write_text(json.dumps(config), "utf-8")
+    out, back = tmp_path / "out", tmp_path / "back"
+    execute(make_plan(open_checkpoint(source)), out)
+    assert verify(out, source=open_checkpoint(source)).problems == ()
+    restore(out, back)
+    for folder in (out, back):
+        held = json.loads((folder / "config.json").read_text("utf-8"))
+        assert held["time_step_limit"] == [0.0, math.inf]
+        assert held["low"] == -math.inf
+        assert math.isnan(held["none"])
+
+
+@pytest.mark.parametrize("file", [tiny.INDEX, "hf_quant_config.json"])
+def test_in_other_files_such_numbers_are_refused(file: str, tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", spread="layers", layers=2)
+    path = source / file
+    entries = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**entries, "a": math.inf}), "utf-8")
+    with pytest.raises(BadSource, match="Infinity is not a JSON number"):
+        open_checkpoint(source)
