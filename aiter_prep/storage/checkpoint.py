@@ -222,7 +222,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     config = read_config(folder)
     for holder in (config, config.get("text_config")):
-        for key in QUANTIZATION_KEYS if isinstance(holder, dict) else ():
+        if not isinstance(holder, dict):
+            continue
+        for key in QUANTIZATION_KEYS:
             quantization = holder.get(key)
             if quantization is not None and not isinstance(quantization, dict):
                 raise BadSource(
