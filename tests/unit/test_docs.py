@@ -203,7 +203,7 @@ def own_flags() -> set[str]:
 
 
 def test_every_flag_that_is_named_exists() -> None:
-    of_scripts = {"--check", "--dir", "--folder", "--torch", "--turn", "--write"}
+    of_scripts = {"--check", "--dir", "--folder", "--memory", "--torch", "--turn", "--write"}
     of_engines = {"--load-format", "--model-loader-extra-config", "--moe-runner-backend"}
     known = own_flags() | of_scripts | of_engines
     for path in DOCUMENTS:
