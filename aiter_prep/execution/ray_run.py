@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.backends.table import Backend, choose_backend
@@ -27,7 +28,6 @@ from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from aiter_prep.manifest import Manifest
     from aiter_prep.plan.make import Plan
@@ -96,7 +96,10 @@ def execute_on_ray(
     """
     settings = replace(settings or Settings(), layouts=layouts_of(plan))
     checked_workers(settings.workers)
-    conversion = shared_conversion(plan, out, overwrite=overwrite)
+    # nodes work in other folders than this process does
+    folder = plan.checkpoint.folder.absolute()
+    plan = replace(plan, checkpoint=replace(plan.checkpoint, folder=folder))
+    conversion = shared_conversion(plan, Path(out).absolute(), overwrite=overwrite)
     check_room_for_parts(conversion.place)
     parts = PartsFolder(conversion.place, conversion.digest)
     left = [bundle for bundle in bundles_of(plan) if not _is_written(parts, bundle)]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from aiter_prep.execution.bundles import bundles_of, divided, shared_out
 from aiter_prep.execution.ray_run import Settings, execute_on_ray, write_task
 from aiter_prep.execution.sharing import shared_conversion
 from aiter_prep.plan import Plan
+from hub_server import REPO, environment, run_with, serving
 from prepared import contents, plan_of, prepare, problems_of, stamps
 
 PARTS = ".aiter_prep.parts"
@@ -46,11 +48,17 @@ def marked(function: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster of a head without CPUs and two nodes of one CPU each."""
+    with nodes(2) as found:
+        yield found
+
+
+@contextmanager
+def nodes(count: int) -> Iterator[Any]:
+    """Run a cluster of a head without CPUs and nodes of one CPU each."""
     from ray.cluster_utils import Cluster
 
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for _ in range(2):
+    for _ in range(count):
         found.add_node(num_cpus=1)
     yield found
     found.shutdown()
@@ -167,6 +175,45 @@ def test_a_cluster_replaces_a_folder_when_the_new_one_is_whole(
     assert all(seen)
     assert contents(out) == fresh
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@marked
+def test_paths_are_those_of_the_folder_where_it_was_called(
+    cluster: Any,
+    source: Path,
+    fresh: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").symlink_to(source.parent)
+    made = plan(Path("here") / source.name)
+    execute_on_ray(made, "out", address=cluster.address)
+    assert contents(tmp_path / "out") == fresh
+
+
+@marked
+def test_nodes_fetch_what_they_need_of_the_hub(tmp_path: Path) -> None:
+    made = tiny.write(tmp_path / "model", layers=3, spread="layers")
+    prepare(made, tmp_path / "one", 2, max_shard_bytes=110_000)
+    with serving() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.files = {path.name: path.read_bytes() for path in made.iterdir()}
+        for name, value in environment(hub.url, tmp_path).items():
+            patch.setenv(name, value)  # nodes have what they need to know from where they start
+        with nodes(2) as cluster:
+            flags = ("--tp", "2", "--gfx", "gfx950", "--max-shard-size", "110KB", "--stream")
+            on_ray = ("--engine", "ray", "--ray-address", cluster.address)
+            done = run_with(hub.url, tmp_path, "convert", REPO, "out", *flags, *on_ray)
+        whole = [name for name in hub.downloaded if name.endswith(".safetensors")]
+    assert done.returncode == 0, done.stderr
+    assert shards_of(tmp_path / "out") == shards_of(tmp_path / "one")
+    assert problems_of(tmp_path / "out", made) == ()
+    assert len(whole) == 3 + 4  # a layer for each of three tasks, and all of it for what is common
+    assert {path.name for path in tmp_path.iterdir()} - {"hf"} == {"model", "one", "out"}
+
+
+def shards_of(folder: Path) -> dict[str, str]:
+    return {name: data for name, data in contents(folder).items() if name.endswith(".safetensors")}
 
 
 @marked
