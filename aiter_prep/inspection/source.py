@@ -12,6 +12,7 @@ from aiter_prep.families.blocks import group_blocks
 from aiter_prep.families.classify import contradictions
 from aiter_prep.families.common import common_rule_of
 from aiter_prep.families.names import SHAPE, ExpertName, parse_expert_name, role_of
+from aiter_prep.families.sizes import mismatches
 from aiter_prep.inspection.forecast import Module, forecasts_of
 from aiter_prep.inspection.model import ExpertGroup, Outlook, expert_groups
 from aiter_prep.plan.cut import workable_tp
@@ -106,7 +107,7 @@ def inspect_source(checkpoint: Checkpoint) -> SourceInspection:
         roles=dict(sorted(sorted_out.roles.items(), key=lambda item: (-item[1], item[0]))),
         outlooks=tuple(_outlooks(checkpoint, blocks, sorted_out.common)),
         problems=(*_unknown_problem(sorted_out.unknown), *problems),
-        warnings=tuple(_warnings(checkpoint, blocks)),
+        warnings=tuple(_warnings(checkpoint, blocks, sorted_out.common)),
     )
 
 
@@ -182,13 +183,18 @@ def _build(found: _Sorted, checkpoint: Checkpoint) -> tuple[list[ExpertBlock], l
     return blocks, problems
 
 
-def _warnings(checkpoint: Checkpoint, blocks: Sequence[ExpertBlock]) -> Iterator[str]:
+def _warnings(
+    checkpoint: Checkpoint, blocks: Sequence[ExpertBlock], common: Sequence[TensorInfo]
+) -> Iterator[str]:
     found = contradictions(checkpoint, blocks)
     if found:
         yield (
             f"the config promises {found[0].promised} for `{printable(found[0].experts)}`, but its "
             f"tensors are {found[0].found} ({len(found)} such): `convert` asks for --trust-tensors"
         )
+    for mismatch in mismatches(checkpoint.config, blocks, common):
+        asks = ": `convert` asks for --trust-tensors" if mismatch.is_certain else ""
+        yield f"the config may not be of these tensors: {mismatch.what}{asks}"
     if checkpoint.stray_files:
         first = printable(checkpoint.stray_files[0])
         yield f"{len(checkpoint.stray_files)} files that the index does not name, first `{first}`"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import InvalidUsage, NoRule
 from aiter_prep.families.classify import Classified, classify, contradictions
+from aiter_prep.families.sizes import mismatches
 from aiter_prep.families.traits import traits_of
 from aiter_prep.plan.cut import Cut, Parallel, cut_block
 from aiter_prep.plan.shards import Shard, common_shards, rank_shards
@@ -155,6 +156,7 @@ def make_plan(
     _refuse_substitution(checkpoint)
     warnings = [
         *_contradiction_warnings(checkpoint, classified, trust_tensors=trust_tensors),
+        *_size_warnings(checkpoint, classified, trust_tensors=trust_tensors),
         *_leftover_warnings(checkpoint),
     ]
     traits = traits_for(checkpoint, chip, options)
@@ -312,6 +314,19 @@ def _contradiction_warnings(
             "--trust-tensors",
         )
     yield f"{message}; the tensors count"
+
+
+def _size_warnings(
+    checkpoint: Checkpoint, classified: Classified, *, trust_tensors: bool
+) -> Iterator[str]:
+    for found in mismatches(checkpoint.config, classified.blocks, classified.common):
+        if found.is_certain and not trust_tensors:
+            raise NoRule(
+                f"the config is not of these tensors: {found.what}",
+                "take the config and the index that belong to them, or go on as they are with "
+                "--trust-tensors",
+            )
+        yield f"the config may not be of these tensors: {found.what}"
 
 
 def _leftover_warnings(checkpoint: Checkpoint) -> Iterator[str]:
