@@ -46,7 +46,7 @@ def run(argv: Sequence[str], *, owns_process: bool) -> int:
     output = Output(argv)
 
     def last_words() -> None:
-        _say(output, faults.interrupted(output.argv))
+        _say(output, faults.interrupted(output.go_on()))
         output.close(faults.INTERRUPTED)
 
     with stopping(last_words, owns_process=owns_process), _rare_collections():
@@ -76,12 +76,12 @@ def _run(output: Output) -> int:
             args=list(output.argv), prog_name=PROGRAM, standalone_mode=False, obj=output
         )
     except (Exception, KeyboardInterrupt) as fault:  # noqa: BLE001 - the error table knows all
-        failure = faults.failure_of(fault, output.argv)
+        failure = faults.failure_of(fault, output.go_on)
         if failure.is_bug and output.verbose:
             output.trace("".join(traceback.format_exception(fault)))
         return _say(output, failure)
     if code == faults.INTERRUPTED:  # Typer has caught it
-        return _say(output, faults.interrupted(output.argv))
+        return _say(output, faults.interrupted(output.go_on()))
     return code if isinstance(code, int) else 0
 
 

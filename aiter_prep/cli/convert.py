@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -121,12 +121,29 @@ def convert(
     output.follow(progress, log_file, apart_from=[local_folder(source), place.out])
     if place.is_of_this_machine:
         output.note(f"converting for {place.gfx}, the chip of this machine; --gfx chooses another")
+    output.go_on = lambda: _go_on(output.argv, request, place)
     if dry_run:
         _dry_run(output, request, place)
     elif len(request.sharings) > 1:
         _convert_several(output, request, place)
     else:
         _convert(output, request, place)
+
+
+def _go_on(argv: tuple[str, ...], request: Request, place: _Place) -> tuple[str, ...] | None:
+    """Return the arguments that go on with a conversion, if any shard of it is finished."""
+    from aiter_prep.storage.output import has_finished_shards
+    from aiter_prep.storage.parts import shards_waiting
+    from aiter_prep.storage.swap import work_folder
+
+    if request.part is not None or request.engine != "local":
+        with suppress(OSError):  # not even a place where there could be any
+            if any(s for p in (place.out, work_folder(place.out)) for s in shards_waiting(p)):
+                return argv
+        return None
+    if not any(map(has_finished_shards, place.folders)):
+        return None
+    return argv if request.resume else (*argv, "--resume")
 
 
 def _dry_run(output: Output, request: Request, place: _Place) -> None:

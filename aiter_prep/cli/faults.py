@@ -13,7 +13,7 @@ from aiter_prep.errors import AiterPrepError
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -38,14 +38,22 @@ class Failure:
     is_bug: bool = False
 
 
-def failure_of(fault: BaseException, argv: Sequence[str]) -> Failure:
-    """Return what to tell a user about an exception."""
+def failure_of(
+    fault: BaseException, go_on: Callable[[], Sequence[str] | None] = lambda: None
+) -> Failure:
+    """Return what to tell a user about an exception.
+
+    Args:
+        fault: The exception.
+        go_on: Returns the arguments of the command that goes on, where something is there to go
+            on with.
+    """
     if isinstance(fault, AiterPrepError):
         return Failure(fault.message, fault.hint, fault.exit_code)
     if isinstance(fault, UsageFault):
         return _wrong_call(fault)
     if isinstance(fault, (KeyboardInterrupt, typer.Abort)):
-        return interrupted(argv)
+        return interrupted(go_on())
     if isinstance(fault, MemoryError):
         return Failure("out of memory", "use fewer --workers", FAILED)
     if isinstance(fault, OSError):
@@ -59,12 +67,15 @@ def failure_of(fault: BaseException, argv: Sequence[str]) -> Failure:
     )
 
 
-def interrupted(argv: Sequence[str]) -> Failure:
-    """Return what to tell a user who stopped a command with these arguments."""
+def interrupted(go_on: Sequence[str] | None) -> Failure:
+    """Return what to tell a user who stopped a command.
+
+    Args:
+        go_on: The arguments of the command that goes on, where something is there to go on with.
+    """
     hint = ""
-    if argv[:1] == ("convert",) and "--dry-run" not in argv:
-        resume = () if "--resume" in argv else ("--resume",)
-        hint = f"finished shards stay; go on with: {shlex.join([PROGRAM, *argv, *resume])}"
+    if go_on is not None:
+        hint = f"finished shards stay; go on with: {shlex.join([PROGRAM, *go_on])}"
     return Failure("stopped", hint, INTERRUPTED)
 
 

@@ -38,6 +38,10 @@ class Output:
     Args:
         argv: The arguments of the program. Until a command has read its flags, they decide
             whether errors are JSON and whether a bug shows its traceback.
+
+    Attributes:
+        go_on: Returns the arguments of the command that goes on with what was stopped, or None
+            where there is nothing to go on with; a command that can be gone on with sets it.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -45,6 +49,7 @@ class Output:
         self.as_json = _asks(argv, ("--json",), "AITER_PREP_JSON")
         self.verbose = _asks(argv, ("-v", "--verbose"), "AITER_PREP_VERBOSE")
         self.quiet = False
+        self.go_on: Callable[[], tuple[str, ...] | None] = lambda: None
         self._form = "auto"
         self._log: Log | None = None
         for stream in (sys.stdout, sys.stderr):

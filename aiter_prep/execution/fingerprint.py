@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 def fingerprint_of(plan: Plan) -> str:
     """Return a digest of everything that decides the bytes of the result."""
-    return digest_of(
-        jsontext.canonical(
-            {
-                **_choices(plan),
-                "headers": [digest_of(shard.layout.header) for shard in plan.shards],
-                "source": _source(plan),
-                "states": _states(plan),
-            }
-        )
-    )
+    return digest_of_facts(facts_of_run(plan))
+
+
+def facts_of_run(plan: Plan) -> dict[str, Any]:
+    """Return what a run that is gone on with must have in common with its beginning, by name."""
+    headers = [digest_of(shard.layout.header) for shard in plan.shards]
+    return {
+        **_choices(plan),
+        "source": digest_of(jsontext.canonical([_source(plan), _states(plan)])),
+        "tensors": digest_of(jsontext.canonical(headers)),
+    }
 
 
 def facts_of(plan: Plan) -> dict[str, Any]:
@@ -58,19 +59,6 @@ def facts_of(plan: Plan) -> dict[str, Any]:
 def digest_of_facts(facts: Mapping[str, Any]) -> str:
     """Return a digest of facts."""
     return digest_of(jsontext.canonical(facts))
-
-
-def differing_facts(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Return in words how facts differ: `tp 4 and 8`, `source`."""
-    names = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))
-    if len(names) > 1 and "tensors" in names:
-        names.remove("tensors")  # follows from the others
-    if "version" in names and "code" in names:
-        names.remove("code")
-    return ", ".join(
-        name if _is_digest(ours.get(name)) else f"{name} {ours.get(name)} and {theirs.get(name)}"
-        for name in names
-    )
 
 
 def _tensors(plan: Plan) -> str:
@@ -120,10 +108,6 @@ def code_digest() -> str:
         digest.update(f"{path.relative_to(root)}\n".encode())
         digest.update(path.read_bytes())
     return digest.text()
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and ":" in value
 
 
 def _choices(plan: Plan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiter_prep.backends.table import Backend, choose_backend
 from aiter_prep.errors import AiterPrepError, InvalidUsage
-from aiter_prep.execution.fingerprint import fingerprint_of
+from aiter_prep.execution.fingerprint import facts_of_run, fingerprint_of
 from aiter_prep.execution.jobs import Context, copy_tensors, run_block
 from aiter_prep.execution.record import created_by, manifest_of, wrapped_config
 from aiter_prep.execution.shardset import ShardSet
@@ -21,7 +21,7 @@ from aiter_prep.progress import Board
 from aiter_prep.storage.checkpoint import CONFIG_FILE
 from aiter_prep.storage.files import local_path
 from aiter_prep.storage.jsontext import printable
-from aiter_prep.storage.output import OutputFolder
+from aiter_prep.storage.output import OutputFolder, way_on
 from aiter_prep.storage.reader import FolderReader
 from aiter_prep.storage.scratch import Scratch
 from aiter_prep.storage.threads import checked_workers
@@ -82,7 +82,7 @@ def execute(
     except OSError as fault:
         raise AiterPrepError(
             f"cannot write `{printable(str(out))}`: {fault.strerror}",
-            "finished shards stay: mend the cause and go on with --resume",
+            way_on(out),
         ) from fault
 
 
@@ -102,7 +102,11 @@ def _execute(
     overwrite: bool,
 ) -> Manifest:
     with OutputFolder(
-        out, fingerprint=fingerprint_of(plan), resume=resume, overwrite=overwrite
+        out,
+        fingerprint=fingerprint_of(plan),
+        facts=facts_of_run(plan),
+        resume=resume,
+        overwrite=overwrite,
     ) as output:
         output.keep_only({shard.file: shard.layout for shard in plan.shards})
         output.require_space(missing_bytes(plan, output))

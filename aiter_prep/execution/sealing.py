@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import AiterPrepError, DataMismatch
 from aiter_prep.execution.bundles import Part, shares_of
-from aiter_prep.execution.fingerprint import differing_facts, fingerprint_of
+from aiter_prep.execution.fingerprint import facts_of_run, fingerprint_of
 from aiter_prep.execution.record import differing_fields, manifest_of
 from aiter_prep.execution.run import promised, write_files
 from aiter_prep.execution.sharing import Conversion, shared_conversion
@@ -21,6 +21,7 @@ from aiter_prep.plan.make import make_plan
 from aiter_prep.storage.checkpoint import MANIFEST_FILE, Checkpoint, open_checkpoint
 from aiter_prep.storage.files import local_path
 from aiter_prep.storage.folder import JOURNAL_FILE, PARTS_FOLDER
+from aiter_prep.storage.journal import differing_facts
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import OutputFolder, looks_like
 from aiter_prep.storage.parts import (
@@ -146,6 +147,9 @@ def _plan_again(request: Mapping[str, Any], source: Checkpoint | None, scratch: 
         source = open_streamed(place["name"], place["revision"], scratch)
     elif source is None:
         source = open_checkpoint(place["folder"], name=place["name"], revision=place["revision"])
+    elif source.remote is None and place["folder"] is not None:
+        # a folder may be called something else where it lies now; what it holds is compared
+        source = replace(source, name=place["name"], revision=place["revision"])
     return make_plan(source, **request["arguments"])
 
 
@@ -180,6 +184,7 @@ def _seal(conversion: Conversion) -> Manifest:
     with OutputFolder(
         out,
         fingerprint=fingerprint_of(plan),
+        facts=facts_of_run(plan),
         resume=True,
         overwrite=place != out,
         sealing=True,

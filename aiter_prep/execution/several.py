@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiter_prep.backends.table import Backend, choose_backend
 from aiter_prep.errors import AiterPrepError, InvalidUsage, OutputNotEmpty
-from aiter_prep.execution.fingerprint import fingerprint_of
+from aiter_prep.execution.fingerprint import facts_of_run, fingerprint_of
 from aiter_prep.execution.needed import differences
 from aiter_prep.execution.record import created_by, manifest_of
 from aiter_prep.execution.run import (
@@ -26,7 +26,7 @@ from aiter_prep.execution.shardset import ShardSet
 from aiter_prep.execution.source import check_source_unchanged
 from aiter_prep.manifest import read_manifest
 from aiter_prep.storage.jsontext import printable
-from aiter_prep.storage.output import OutputFolder
+from aiter_prep.storage.output import OutputFolder, way_on
 from aiter_prep.storage.threads import checked_workers
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def execute_several(
         names = ", ".join(f"`{printable(str(out))}`" for out in left)
         raise AiterPrepError(
             f"cannot write {names}: {fault.strerror}",
-            "finished shards stay: mend the cause and go on with --resume",
+            way_on(*left),
         ) from fault
     return {out: held.get(out) or written[out] for out in plans}
 
@@ -127,7 +127,11 @@ def _execute(
         for out, plan in plans.items():
             output = stack.enter_context(
                 OutputFolder(
-                    out, fingerprint=fingerprint_of(plan), resume=resume, overwrite=overwrite
+                    out,
+                    fingerprint=fingerprint_of(plan),
+                    facts=facts_of_run(plan),
+                    resume=resume,
+                    overwrite=overwrite,
                 )
             )
             output.keep_only({shard.file: shard.layout for shard in plan.shards})

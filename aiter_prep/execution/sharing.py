@@ -158,7 +158,7 @@ def write_bundles(
     except OSError as fault:
         raise AiterPrepError(
             f"cannot write `{printable(str(conversion.out))}`: {fault.strerror}",
-            "finished shards stay: mend the cause and run the same command again",
+            "mend the cause and run the same command again; what is finished is not written again",
         ) from fault
 
 

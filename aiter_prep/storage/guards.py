@@ -15,6 +15,7 @@ from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
 MAX_MANIFEST_BYTES = 2_000_000_000
@@ -39,11 +40,9 @@ def check_room_for_writing(
     Raises:
         OutputNotEmpty: It is neither.
     """
-    if not folder.exists():
+    if not is_folder(folder):
         return
     name = printable(str(folder))
-    if not folder.is_dir():
-        raise OutputNotEmpty(f"`{name}` is not a folder")
     names = {path.name for path in folder.iterdir()} - {LOCK_FILE}
     if PARTS_FOLDER in names and not (overwrite or sealing or MANIFEST_FILE in names):
         raise OutputNotEmpty(
@@ -60,14 +59,36 @@ def check_room_for_writing(
             "choose another output folder, or replace it with --overwrite",
         )
     if JOURNAL_FILE not in names:
-        raise OutputNotEmpty(
-            f"`{name}` is not empty and not of our making", "choose another output folder"
-        )
+        raise not_of_ours(folder, names)
     if not (resume or overwrite):
         raise OutputNotEmpty(
             f"`{name}` holds an unfinished run",
             "finish it with --resume, or start anew with --overwrite",
         )
+
+
+def is_folder(folder: Path) -> bool:
+    """Return whether a folder to write is there already.
+
+    Raises:
+        OutputNotEmpty: Something else is there.
+    """
+    if not os.path.lexists(folder):
+        return False
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "is a link that leads nowhere"
+        raise OutputNotEmpty(f"`{printable(str(folder))}` {what}", "choose another output folder")
+    return True
+
+
+def not_of_ours(folder: Path, names: Collection[str]) -> OutputNotEmpty:
+    """Return the refusal of a folder that holds somebody's files."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return OutputNotEmpty(
+        f"`{printable(str(folder))}` is not empty and not of our making: it holds "
+        f"`{printable(min(names))}`{more}",
+        "move that away, or choose another output folder",
+    )
 
 
 def finish_hint(folder: Path) -> str:

@@ -91,3 +91,20 @@ def _write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def differing_facts(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Return in words how facts differ: `tp 4 and 8`, `source`."""
+    names = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))
+    if len(names) > 1 and "tensors" in names:
+        names.remove("tensors")  # follows from the others
+    if "version" in names and "code" in names:
+        names.remove("code")
+    return ", ".join(
+        name if _is_digest(ours.get(name)) else f"{name} {ours.get(name)} and {theirs.get(name)}"
+        for name in names
+    )
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and ":" in value

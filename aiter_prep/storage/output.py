@@ -28,7 +28,7 @@ from aiter_prep.storage.guards import (
     has_results,
     lock_folder,
 )
-from aiter_prep.storage.journal import Journal
+from aiter_prep.storage.journal import Journal, differing_facts
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.swap import recover, swap, work_folder
 
@@ -113,6 +113,7 @@ class OutputFolder:
         folder: The folder to write; made if it is not there.
         fingerprint: Stands for everything that decides the result. A journal with another one
             belongs to another run.
+        facts: What the fingerprint is of, by name: to say how another run differs.
         resume: Go on with an unfinished run of the same fingerprint.
         overwrite: Replace a prepared or unfinished folder, and nothing else.
         sealing: Parts wait in the folder, and are to be taken over.
@@ -126,12 +127,13 @@ class OutputFolder:
         folder: Path,
         *,
         fingerprint: str,
+        facts: Mapping[str, object] | None = None,
         resume: bool = False,
         overwrite: bool = False,
         sealing: bool = False,
     ) -> None:
         self.final = folder
-        self._fingerprint = fingerprint
+        self._first = {"fingerprint": fingerprint, "facts": dict(facts or {})}
         self._journal_lock = threading.Lock()
         self.finished: dict[str, dict[str, Written]] = {}
         recover(folder)
@@ -201,7 +203,7 @@ class OutputFolder:
         (self.folder / MANIFEST_FILE).unlink(missing_ok=True)
         if not self.finished:
             _remove_ours(self.folder)
-            self._journal.append({"fingerprint": self._fingerprint})
+            self._journal.append(self._first)
             sync_folder(self.folder)
             sync_folder(self.folder.resolve().parent)
 
@@ -295,10 +297,12 @@ class OutputFolder:
         entries = self._journal.entries()
         # a kill before the first line was whole left nothing else
         is_fresh = not entries and not has_results(self.folder)
-        if not is_fresh and (not entries or entries[0].get("fingerprint") != self._fingerprint):
+        first = entries[0] if entries else {}
+        if not is_fresh and first.get("fingerprint") != self._first["fingerprint"]:
+            how = differing_facts(first.get("facts", {}), self._first["facts"])
             raise OutputNotEmpty(
                 f"`{printable(str(self.final))}` was begun from another source or with other "
-                "options",
+                f"options{f': {how} differ' if how else ''}",
                 "give the same ones again, or start anew with --overwrite",
             )
         self._journal.mend()
@@ -313,6 +317,25 @@ def is_unfinished(folder: Path) -> bool:
     """Return whether a run has begun this folder and not finished it."""
     is_begun = (folder / JOURNAL_FILE).exists() or (folder / PARTS_FOLDER).exists()
     return is_begun and not (folder / MANIFEST_FILE).exists()
+
+
+def way_on(*folders: Path) -> str:
+    """Return what to do after a run that failed to write into folders."""
+    if any(map(has_finished_shards, folders)):
+        return "finished shards stay: mend the cause and go on with --resume"
+    return "nothing of it stays: mend the cause and try again"
+
+
+def has_finished_shards(out: Path) -> bool:
+    """Return whether an unfinished run has shards in a folder, or in what replaces it."""
+    try:
+        return any(
+            (place / JOURNAL_FILE).exists()
+            and any(SHARD_NAME.fullmatch(path.name) for path in place.iterdir())
+            for place in (out, work_folder(out))
+        )
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def require_space(folder: Path, total_bytes: int, name: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.durable import sync_folder, write_whole
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
-from aiter_prep.storage.guards import check_ours
+from aiter_prep.storage.guards import check_ours, is_folder, not_of_ours
 from aiter_prep.storage.journal import line_of, text_of_line
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.storage.output import ShardFile, Written, looks_like, require_space, written_of
@@ -90,7 +91,7 @@ def pending_plans(out: Path) -> dict[str, Mapping[str, Any]]:
     parts = out / PARTS_FOLDER
     if not parts.is_dir():
         return {}
-    return {path.name: _request(path) for path in sorted(parts.iterdir()) if path.is_dir()}
+    return {path.name: _request(path) for path in sorted(parts.glob("[!.]*")) if path.is_dir()}
 
 
 def forget_parts(out: Path) -> None:
@@ -118,6 +119,8 @@ class PartsFolder:
         self.folder = out / PARTS_FOLDER / key_of(digest)
         self.finished: set[str] = set()
         self._own: Path | None = None
+        self._label = ""
+        self._made: list[Path] = []
         self._maker: Mapping[str, Any] = {}
         self._check_source: Callable[[], None] | None = None
 
@@ -143,6 +146,17 @@ class PartsFolder:
         self._check_room()
         self._maker = maker
         self._check_source = check_source
+        self._label = label
+        self._made = [path for path in (self.out, *self.out.parents) if not path.exists()]
+        try:
+            self._begin(label, request)
+        except OSError:
+            self._leave_nothing()
+            raise
+        self._check_room()  # another plan's part may have begun meanwhile: one of the two sees it
+        return self
+
+    def _begin(self, label: str, request: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         sync_folder(self.out)
         with self._while_it_is_there():
@@ -153,8 +167,6 @@ class PartsFolder:
             self._own.chmod(0o755)
             if not _request(self.folder):
                 self._put(REQUEST_FILE, line_of(request))
-        self._check_room()  # another plan's part may have begun meanwhile: one of the two sees it
-        return self
 
     def __enter__(self) -> Self:
         return self
@@ -167,6 +179,27 @@ class PartsFolder:
     ) -> None:
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
+        if fault is not None:
+            self._leave_nothing()
+
+    def _leave_nothing(self) -> None:
+        """Remove what the process has made, where it is alone and no shard waits.
+
+        Where others have begun, all of it stays. A process that begins at the same moment finds
+        that what it writes is gone, and says so.
+        """
+        aside = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
+        try:
+            if self._own is not None:
+                shutil.rmtree(self._own, ignore_errors=True)
+            names = {path.name for path in self.folder.iterdir()}
+            if names <= {REQUEST_FILE, self._label}:
+                self.folder.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+                for folder in (aside.parent, *self._made):
+                    folder.rmdir()
+        except OSError:
+            return  # the failure that led here is what the user must see
 
     @property
     def fetched(self) -> Path:
@@ -280,11 +313,9 @@ def check_room_for_parts(out: Path) -> None:
     Raises:
         OutputNotEmpty: It does not.
     """
-    name = printable(str(out))
-    if not out.exists():
+    if not is_folder(out):
         return
-    if not out.is_dir():
-        raise OutputNotEmpty(f"`{name}` is not a folder")
+    name = printable(str(out))
     names = {path.name for path in out.iterdir()} - {LOCK_FILE, PARTS_FOLDER}
     if MANIFEST_FILE in names:
         raise OutputNotEmpty(
@@ -297,9 +328,7 @@ def check_room_for_parts(out: Path) -> None:
             f"`{name}` is being written or sealed by another run", "choose another output folder"
         )
     if names:
-        raise OutputNotEmpty(
-            f"`{name}` is not empty and not of our making", "choose another output folder"
-        )
+        raise not_of_ours(out, names)
 
 
 def key_of(digest: str) -> str:
