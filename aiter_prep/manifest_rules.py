@@ -79,7 +79,7 @@ def _conversions() -> Mapping[str, Conversion]:
 
 def _require(holds: bool, what: str) -> None:  # noqa: FBT001 - the very thing that is required
     if not holds:
-        raise Contradiction(f"{what} cannot be")
+        raise Contradiction(f"{what}: this contradicts the rest of it")
 
 
 def _check_distinct(what: str, items: Iterable[object]) -> None:
@@ -159,7 +159,7 @@ class _Tensor:
 
     def _require(self, holds: bool, what: str) -> None:  # noqa: FBT001 - as above
         if not holds:
-            raise Contradiction(f"{self._what}: {what} cannot be")
+            raise Contradiction(f"{self._what}: {what} contradicts the rest of it")
 
     def _known(self, name: str | None, table: Callable[[], Mapping[str, object]]) -> None:
         """Check that a change of values is described, and one that this program can undo."""

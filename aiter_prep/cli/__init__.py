@@ -18,7 +18,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; every `--help` lists them.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _main(sys.argv[1:] if argv is None else list(argv), owns_process=argv is None)
+    except KeyboardInterrupt:  # before the program has its own handler, while modules are loaded
+        if sys.stderr is not None:
+            sys.stderr.write("error: stopped\n")
+        return 130
+
+
+def _main(arguments: list[str], *, owns_process: bool) -> int:
     if arguments == ["--version"]:  # in a tenth of a second, so without Typer
         from aiter_prep._version import __version__
         from aiter_prep.cli.output import PROGRAM, Output
@@ -33,4 +41,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return output.close(0)
     from aiter_prep.cli.app import run
 
-    return run(arguments, owns_process=argv is None)
+    return run(arguments, owns_process=owns_process)

@@ -14,6 +14,7 @@ import typer
 from aiter_prep.cli import convert_flags as flags
 from aiter_prep.cli import needed, plan_words, ray, several
 from aiter_prep.cli.convert_flags import Request
+from aiter_prep.cli.effects import refuse_without_effect
 from aiter_prep.cli.flags import (
     Json,
     LogFile,
@@ -27,7 +28,7 @@ from aiter_prep.cli.flags import (
 )
 from aiter_prep.cli.part import chosen_backend, read_part, write_part
 from aiter_prep.cli.push import check_push, push_converted
-from aiter_prep.cli.values import given, parse_ranks, parse_size, read_sharing
+from aiter_prep.cli.values import each_once, given, parse_ranks, parse_size, read_sharing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -86,7 +87,7 @@ def convert(
     from aiter_prep.storage.hub import local_folder
 
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
-    sizes: list[int | None] = list(dict.fromkeys(tp or ())) or [None]
+    sizes: list[int | None] = [*each_once(tp or ())] or [None]
     request = Request(
         source=source,
         out=out,
@@ -115,6 +116,7 @@ def convert(
         push=push,
         private=private,
     )
+    refuse_without_effect(context, request)
     if len(request.sharings) > 1:
         several.refuse_what_is_not_for_several(request)
     place = _place(request)
@@ -143,14 +145,16 @@ def _go_on(argv: tuple[str, ...], request: Request, place: _Place) -> tuple[str,
         return None
     if not any(map(has_finished_shards, place.folders)):
         return None
-    return argv if request.resume else (*argv, "--resume")
+    if request.resume:
+        return argv
+    return (argv[0], "--resume", *argv[1:]) if "--" in argv else (*argv, "--resume")
 
 
 def _dry_run(output: Output, request: Request, place: _Place) -> None:
     with TemporaryDirectory(prefix="aiter-prep-") as scratch:
         plans = _plans(output, request, place, Path(scratch))
-    plan_words.show(output, plans, resume=request.resume, overwrite=request.overwrite)
-    output.next_command("write it with", *(word for word in output.argv if word != "--dry-run"))
+    if plan_words.show(output, plans, resume=request.resume, overwrite=request.overwrite):
+        output.next_command("write it with", *(word for word in output.argv if word != "--dry-run"))
 
 
 def _convert(output: Output, request: Request, place: _Place) -> None:
@@ -253,7 +257,7 @@ def _say_done(
     body = plan_words.done_body(plan, out, manifest, seconds)
     pushed = push_converted(output, out, request.push, private=request.private)
     output.document(SCHEMA, {**body, "pushed": pushed})
-    output.next_command("prove it with", "verify", str(out))
+    output.next_command("prove it with", "verify", out)
 
 
 def _say_held(output: Output, request: Request, plan: Plan, out: Path, manifest: Manifest) -> None:

@@ -36,7 +36,8 @@ Tp: TypeAlias = Annotated[
         "-tp",
         metavar="N",
         envvar="AITER_PREP_TP",
-        help="Tensor-parallel ranks; `aiter-prep inspect SOURCE` shows which numbers work. Several "
+        help="Tensor-parallel ranks; required, unless --ep is given. "
+        "`aiter-prep inspect SOURCE` shows which numbers work. Several "
         "times: a folder for each, OUT/tp4 and so on, of one reading of the source.",
     ),
 ]

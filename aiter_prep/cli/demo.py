@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,9 @@ import typer
 from aiter_prep.cli import words
 from aiter_prep.cli.flags import PUSH, Json, Quiet, Verbose, local, output_of
 from aiter_prep.cli.output import PROGRAM
+from aiter_prep.errors import AiterPrepError
+from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.shell import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,9 +49,14 @@ def demo(
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
     done: list[dict[str, Any]] = []
     with _folder(out) as folder:
-        for step in run_demo(folder):
-            output.lines(*_lines(step, folder))
-            done.append({"name": step.name, "seconds": round(step.seconds, 3), **step.facts})
+        try:
+            for step in run_demo(folder):
+                output.lines(*_lines(step, folder))
+                done.append({"name": step.name, "seconds": round(step.seconds, 3), **step.facts})
+        except OSError as fault:
+            raise AiterPrepError(
+                f"cannot write `{printable(str(folder))}`: {fault.strerror}", "mend the cause"
+            ) from fault
     kept = None if out is None else str(out)
     output.document(SCHEMA, {"folder": kept, "steps": done})
     if out is None:
@@ -67,10 +74,10 @@ def _folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _prepared(out: Path) -> str:
+def _prepared(out: Path) -> Path:
     from aiter_prep.demo import prepared_folder
 
-    return str(prepared_folder(out))
+    return prepared_folder(out)
 
 
 def _lines(step: DemoStep, folder: Path) -> Iterator[str]:
@@ -83,16 +90,16 @@ def _command(step: DemoStep, folder: Path) -> str:
     from aiter_prep.demo import TP, prepared_folder, restored_folder, source_folder
 
     source, prepared, restored = (
-        str(place(folder)) for place in (source_folder, prepared_folder, restored_folder)
+        place(folder) for place in (source_folder, prepared_folder, restored_folder)
     )
-    commands = {
+    commands: dict[str, tuple[str | Path, ...]] = {
         "inspect": ("inspect", source),
         "convert": ("convert", source, prepared, "--tp", str(TP)),
         "verify": ("verify", prepared, "--source", source),
         "restore": ("restore", prepared, restored),
     }
     if step.name in commands:
-        return f"$ {shlex.join((PROGRAM, *commands[step.name]))}"
+        return f"$ {command_line(PROGRAM, *commands[step.name])}"
     return "# a checkpoint to try it on" if step.name == "make" else "# the restored tensors"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import typer
 from aiter_prep.cli.output import PROGRAM
 from aiter_prep.errors import AiterPrepError
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.shell import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,14 +58,28 @@ def failure_of(
     if isinstance(fault, MemoryError):
         return Failure("out of memory", "use fewer --workers", FAILED)
     if isinstance(fault, OSError):
-        where = f": `{printable(str(fault.filename))}`" if fault.filename else ""
-        return Failure(f"{fault.strerror or fault}{where}", "", FAILED)
+        return _of_system(fault)
     return Failure(
         f"this is a bug: {type(fault).__name__}: {printable(str(fault))}",
         f"report it with what `{PROGRAM} env` prints; -v shows where it happened",
         FAILED,
         is_bug=True,
     )
+
+
+def _of_system(fault: OSError) -> Failure:
+    if not (fault.filename or _has_current_folder()):
+        return Failure("the current folder is gone", "go to one that is there", FAILED)
+    where = f": `{printable(str(fault.filename))}`" if fault.filename else ""
+    return Failure(f"{fault.strerror or fault}{where}", "", FAILED)
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - nothing of the path is wanted
+    except OSError:
+        return False
+    return True
 
 
 def interrupted(go_on: Sequence[str] | None) -> Failure:
@@ -75,7 +90,7 @@ def interrupted(go_on: Sequence[str] | None) -> Failure:
     """
     hint = ""
     if go_on is not None:
-        hint = f"finished shards stay; go on with: {shlex.join([PROGRAM, *go_on])}"
+        hint = f"finished shards stay; go on with: {command_line(PROGRAM, *go_on)}"
     return Failure("stopped", hint, INTERRUPTED)
 
 

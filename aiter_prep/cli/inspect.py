@@ -73,7 +73,7 @@ def inspect(
         _source_hint(output, path, found)
     elif isinstance(found, inspection.PreparedInspection):
         output.lines(*_prepared_lines(found))
-        output.next_command("check it with", "verify", str(path))
+        output.next_command("check it with", "verify", path)
     else:
         output.lines(*_unfinished_lines(found))
         from aiter_prep.storage.guards import finish_hint
@@ -139,7 +139,7 @@ def _source_hint(output: Output, path: Path, found: SourceInspection) -> None:
         output.hint("`convert` would refuse this checkpoint, and say what can be done, if anything")
     elif sizes := next((o.workable_tp for o in found.outlooks if o.workable_tp), ()):
         tp = max((n for n in sizes if n <= GPUS_OF_A_HOST), default=sizes[0])
-        output.next_command("convert it with", "convert", str(path), "--tp", str(tp))
+        output.next_command("convert it with", "convert", path, "--tp", str(tp))
 
 
 def _prepared_lines(found: PreparedInspection) -> Iterator[str]:

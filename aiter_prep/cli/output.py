@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import shlex
 import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from aiter_prep.errors import AiterPrepError, InvalidUsage
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.shell import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ class Output:
 
             check_side_file(log_file, filter(None, apart_from), filter(None, others))
             self._log = Log(log_file, self.warning)
-            self._log.write(shlex.join([PROGRAM, *self.argv]))
+            self._log.write(command_line(PROGRAM, *self.argv))
         return self
 
     def lines(self, *lines: str) -> None:
@@ -138,9 +138,9 @@ class Output:
         if not self.quiet:
             self._say("hint", "bold cyan", text)
 
-    def next_command(self, what: str, *arguments: str) -> None:
+    def next_command(self, what: str, *arguments: str | Path) -> None:
         """Hint at the next command, in a form that a shell takes."""
-        self.hint(f"{what}: {shlex.join([PROGRAM, *arguments])}")
+        self.hint(f"{what}: {command_line(PROGRAM, *arguments)}")
 
     def failure(self, message: str, hint: str, exit_code: int) -> None:
         """Say why there is no result: to stderr, or as the JSON object on stdout."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from typing import TYPE_CHECKING
 
 from aiter_prep.cli import plan_words, words
 from aiter_prep.cli.output import PROGRAM
 from aiter_prep.errors import InvalidUsage
+from aiter_prep.storage.shell import command_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,7 @@ def write_part(output: Output, request: Request, plan: Plan, out: Path, part: Pa
             "seconds": round(seconds, 3),
         },
     )
-    seal = shlex.join([PROGRAM, "seal", str(out)])
+    seal = command_line(PROGRAM, "seal", out)
     output.hint(f"when every part has ended, complete the folder with: {seal}")
 
 

@@ -26,22 +26,29 @@ ROLE_WORDS = {
 }
 
 
-def show(output: Output, plans: Mapping[Path, Plan], *, resume: bool, overwrite: bool) -> None:
-    """Print the plans for some folders, and what could keep them from being carried out."""
+def show(output: Output, plans: Mapping[Path, Plan], *, resume: bool, overwrite: bool) -> bool:
+    """Print the plans for some folders, and what could keep them from being carried out.
+
+    Returns:
+        Whether nothing could.
+    """
     from aiter_prep.inspection import forecast_of_plan, needed_bytes, obstacles
 
     bodies: list[dict[str, Any]] = []
     beside_bytes = 0
+    is_free = True
     for out, plan in plans.items():
         forecast = forecast_of_plan(plan)
         found = obstacles(plan, out, resume=resume, overwrite=overwrite, beside_bytes=beside_bytes)
         beside_bytes += needed_bytes(plan, out, resume=resume)
         output.lines(*_lines(plan, out, forecast, found))
         bodies.append(_body(plan, out, forecast, found))
+        is_free = is_free and not found
     if len(bodies) == 1:
         output.document(SCHEMA, bodies[0])
     else:
         output.document(SEVERAL_SCHEMA, {"plans": bodies})
+    return is_free
 
 
 def ranks(numbers: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiter_prep.cli import words
@@ -165,7 +166,8 @@ class Objects:
     def end(self) -> None:
         """Print the last object, where all went well."""
         if self._last is not None:
-            self._print(self._last, is_done=True)
+            # what is checked by headers alone is not counted on the way
+            self._print(replace(self._last, done_bytes=self._last.total_bytes), is_done=True)
 
     def _print(self, progress: Progress, *, is_done: bool) -> None:
         rate, left = self._pace.rate_and_left(progress)

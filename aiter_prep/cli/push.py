@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from aiter_prep.cli import words
+from aiter_prep.cli.effects import makes_repository, without_effect
 from aiter_prep.cli.flags import Folder, Json, Private, Quiet, Verbose, output_of
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def push(
     on with what was cut off.
     """
     output = output_of(context, as_json=as_json, quiet=quiet, verbose=verbose)
+    if private and not makes_repository(repo_id):
+        raise without_effect("--private", "a repository of the Hub")
     done = run_push(
         output,
         folder,

@@ -74,4 +74,4 @@ def restore(
             "notes": list(done.notes),
         },
     )
-    output.next_command("look at it with", "inspect", str(out))
+    output.next_command("look at it with", "inspect", out)

@@ -78,4 +78,4 @@ def seal(
             "seconds": round(seconds, 3),
         },
     )
-    output.next_command("prove it with", "verify", str(folder))
+    output.next_command("prove it with", "verify", folder)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aiter_prep.errors import InvalidUsage
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.shell import command_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)(b?)", re.ASCII | re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -84,12 +88,26 @@ def read_sharing(tp: int | None, ep: int | None, placement: str, source: str) ->
     if tp is None and ep is None:
         raise InvalidUsage(
             "neither --tp nor --ep is given: the weights are cut for a number of ranks",
-            f"{shlex.join(['aiter-prep', 'inspect', source])} shows which numbers work",
+            f"{command_line('aiter-prep', 'inspect', source)} shows which numbers work",
         )
     for flag, number in (("--tp", tp), ("--ep", ep)):
         if number is not None and number < 1:
             raise InvalidUsage(f"{flag} {number} is out of range: at least 1")
     return Sharing(tp or 1, ep or 1, placement)
+
+
+def each_once(sizes: Iterable[int]) -> Iterator[int]:
+    """Yield the numbers of several --tp.
+
+    Raises:
+        InvalidUsage: One is there twice; the other may have been meant to be another.
+    """
+    seen: set[int] = set()
+    for size in sizes:
+        if size in seen:
+            raise InvalidUsage(f"--tp {size} is given twice", "give each number of ranks once")
+        seen.add(size)
+        yield size
 
 
 def given(**options: str | None) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from aiter_prep.storage.shell import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,13 +23,13 @@ def serving_lines(target: Mapping[str, Any], folder: str, *, runs_python: bool =
         runs_python: Return the lines of Python where no engine has a loader; else none.
     """
     if target["engine"] == LOADER:
-        words = ["vllm", "serve", folder, "--load-format", "aiter_prep"]
+        words: list[str | Path] = ["vllm", "serve", Path(folder), "--load-format", "aiter_prep"]
         words += ["--tensor-parallel-size", str(max(target["tp"], target["ep"]))]
         if target["ep"] != 1:
             words.append("--enable-expert-parallel")
         if target["ep"] != 1 and target["placement"] != "linear":
             words += ["--expert-placement-strategy", str(target["placement"])]
-        return [f"VLLM_ROCM_USE_AITER=1 {shlex.join(words)}"]
+        return [f"VLLM_ROCM_USE_AITER=1 {command_line(*words)}"]
     if not runs_python:
         return []
     return ["import aiter_prep", f"tensors = aiter_prep.load({folder!r}, rank=0)"]

@@ -235,6 +235,11 @@ def _check_parallel(tp: int, ep: int, placement: str, target: Target) -> Paralle
             f"target `{target.name}` has no placement {placement}",
             f"use one of {', '.join(target.placements)}",
         )
+    if ep == 1 and placement != next(iter(PLACEMENTS)):
+        raise InvalidUsage(
+            f"--placement {placement} has no effect without --ep: every rank has all experts",
+            "leave it out, or give --ep",
+        )
     return Parallel(tp, ep, placement)
 
 
@@ -255,7 +260,8 @@ def _check_numbers(
         return tuple(range(count))
     chosen = tuple(sorted(set(ranks)))
     if not chosen or chosen[0] < 0 or chosen[-1] >= count:
-        raise InvalidUsage(f"--ranks {list(ranks)} is out of range: 0 to {count - 1}")
+        listed = ",".join(map(str, ranks)) or "[]"
+        raise InvalidUsage(f"--ranks {listed} is out of range: 0 to {count - 1}")
     return chosen
 
 
@@ -339,7 +345,8 @@ def _leftover_warnings(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _left_warning(name: str) -> str:
-    why = "a folder, or a large file" if is_plain_name(name) else "its name is none for a file"
+    kind = "a folder, a large file or no regular file"
+    why = kind if is_plain_name(name) else "its name is none for a file"
     return f"`{printable(name)}` is not copied: {why}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shlex
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import OutputNotEmpty
@@ -13,6 +12,7 @@ from aiter_prep.storage.checkpoint import MANIFEST_FILE
 from aiter_prep.storage.files import read_whole
 from aiter_prep.storage.folder import JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.storage.shell import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -94,8 +94,8 @@ def not_of_ours(folder: Path, names: Collection[str]) -> OutputNotEmpty:
 def finish_hint(folder: Path) -> str:
     """Return how an unfinished folder is brought to its end."""
     if (folder / PARTS_FOLDER).exists():
-        command = shlex.join(["aiter-prep", "seal", str(folder)])
-        return f"when every part has ended, seal it with: {printable(command)}"
+        command = command_line("aiter-prep", "seal", folder)
+        return f"when every part has ended, seal it with: {command}"
     return "finish it with `aiter-prep convert --resume`"
 
 

@@ -8,7 +8,7 @@ import shutil
 import threading
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import AiterPrepError, OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
@@ -133,7 +133,7 @@ class OutputFolder:
         sealing: bool = False,
     ) -> None:
         self.final = folder
-        self._first = {"fingerprint": fingerprint, "facts": dict(facts or {})}
+        self._first: dict[str, Any] = {"fingerprint": fingerprint, "facts": dict(facts or {})}
         self._journal_lock = threading.Lock()
         self.finished: dict[str, dict[str, Written]] = {}
         recover(folder)

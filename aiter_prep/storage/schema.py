@@ -224,7 +224,11 @@ def _enum(wanted: Sequence[Any]) -> _Rule:
 def _pattern(text: str) -> _Rule:
     assert text.endswith("$"), text
     regex = re.compile(text[:-1] + r"\Z", re.ASCII)  # `$` would let a newline follow
-    return _only(str, lambda value: regex.search(value) is not None, "which is no such text")
+    return _only(
+        str,
+        lambda value: regex.search(value) is not None,
+        "which has another form",
+    )
 
 
 def _required(names: Sequence[str]) -> _Rule:

@@ -562,7 +562,7 @@ def test_a_run_whose_manifest_would_differ_is_not_gone_on_with(
 )
 @pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}])
 def test_a_run_that_was_killed_in_its_first_line_is_begun_anew(
-    options: dict[str, bool], text: bytes, tmp_path: Path
+    options: dict[str, Any], text: bytes, tmp_path: Path
 ) -> None:
     (tmp_path / JOURNAL).write_bytes(text)
     with OutputFolder(tmp_path, fingerprint="f", **options) as output:
@@ -663,7 +663,7 @@ def test_room_is_made_sure_of_before_a_byte_is_written(
     assert problems_of(tmp_path / "out", source) == ()
 
 
-def broken_off(out: Path, act: Callable[[OutputFolder], object], **options: bool) -> None:
+def broken_off(out: Path, act: Callable[[OutputFolder], object], **options: Any) -> None:
     """Let something happen in a run that fails then."""
 
     def run() -> None:

@@ -440,7 +440,8 @@ def test_a_tp_out_of_range_is_refused(tp: int, empty: Path) -> None:
 @pytest.mark.parametrize("ranks", [[], [-1], [2], [0, 5]])
 def test_ranks_out_of_range_are_refused(ranks: list[int], empty: Path) -> None:
     fault = refusal(empty, tiny.Model(), 2, InvalidUsage, ranks=ranks)
-    assert fault.message == f"--ranks {ranks} is out of range: 0 to 1"
+    listed = ",".join(map(str, ranks)) or "[]"
+    assert fault.message == f"--ranks {listed} is out of range: 0 to 1"
 
 
 @pytest.mark.parametrize("limit", [0, -5])
@@ -779,5 +780,5 @@ def test_leftovers_and_folders_are_warned_about(tmp_path: Path) -> None:
     assert plan.small_files == ("chat_template.jinja",)
     assert plan.warnings == (
         "2 files that the index does not name: `old-1.safetensors`, `old-2.safetensors`",
-        "`original` is not copied: a folder, or a large file",
+        "`original` is not copied: a folder, a large file or no regular file",
     )

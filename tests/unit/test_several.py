@@ -178,7 +178,7 @@ def test_several_sizes_become_a_folder_each(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    sizes = ("--tp", "1", "--tp", "2", "--tp", "4", "--tp", "2")
+    sizes = ("--tp", "1", "--tp", "2", "--tp", "4")
     assert main([*CALL, *sizes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "aiter-prep/conversions/1"
