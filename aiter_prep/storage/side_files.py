@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiter_prep.errors import AiterPrepError, InvalidUsage
+from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE
 from aiter_prep.storage.durable import write_whole
+from aiter_prep.storage.folder import JOURNAL_FILE, PARTS_FOLDER
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ def check_side_file(path: Path, apart_from: Iterable[Path], others: Iterable[Pat
         others: Files that the same run writes.
 
     Raises:
-        InvalidUsage: It lies in one of these, is a folder, or is one of the other files.
+        InvalidUsage: It lies in one of these, or in any other model's folder, is a folder, or is
+            one of the other files.
         AiterPrepError: Its own folder is not there.
     """
     name = printable(str(path))
@@ -50,6 +53,12 @@ def check_side_file(path: Path, apart_from: Iterable[Path], others: Iterable[Pat
                 )
         if path.is_dir():
             raise InvalidUsage(f"`{name}` is a folder", "name a file")
+        if not is_written_in_place(path) and _holds_a_model(real.parent):
+            where = printable(str(real.parent))
+            raise InvalidUsage(
+                f"`{name}` lies in a checkpoint or prepared folder, `{where}`",
+                "put it beside the folder",
+            )
         if any(Path(os.path.realpath(other)) == real for other in others):
             raise InvalidUsage(f"`{name}` is named for two things", "give each a file of its own")
         if not path.exists() and not real.parent.is_dir():
@@ -118,6 +127,14 @@ def _descriptor_of(path: Path) -> int | None:
             return None
         place = os.path.abspath(os.path.join(os.path.dirname(place), target))  # noqa: PTH100, PTH118, PTH120
     return None
+
+
+def _holds_a_model(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, or prepared, or being prepared."""
+    marks = (MANIFEST_FILE, JOURNAL_FILE, PARTS_FOLDER)
+    if any((folder / name).exists() for name in marks):
+        return True
+    return (folder / CONFIG_FILE).exists() and any(folder.glob("*.safetensors"))
 
 
 def _lies_in(place: Path, folder: Path) -> bool:

@@ -125,6 +125,18 @@ def test_the_cache_of_the_hub_is_kept_from_a_log(
     assert blob.read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize("name", ["config.json", "log"])
+def test_no_file_is_written_into_a_model_that_the_command_does_not_name(
+    run: CommandLine, folders: tuple[Path, Path], name: str
+) -> None:
+    before = shots(*folders)
+    assert run("verify", folders[1], "--log-file", folders[0] / name).code == 2
+    said = run("layouts", "show", "tile_16x16", "--svg", folders[1] / name)
+    assert said.code == 2
+    assert "a checkpoint or prepared folder" in said.err
+    assert shots(*folders) == before
+
+
 def test_two_files_of_one_name_are_refused(
     run: CommandLine, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
