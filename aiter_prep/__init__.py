@@ -16,12 +16,13 @@ code that it stands for; `aiter_prep.errors` draws their tree.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from aiter_prep._version import __version__
 
+# not of `typing`: until the program has its own handler, Ctrl-C shows what is being imported
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from aiter_prep.engines.plain import attach, load
     from aiter_prep.errors import AiterPrepError
     from aiter_prep.execution import Part, execute, execute_part, seal
@@ -86,6 +87,8 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: It is not public.
     """
+    import importlib
+
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
