@@ -508,6 +508,9 @@ def test_a_run_over_another_source_is_not_gone_on_with(change: str, stopped: Run
         tensors["model.layers.0.self_attn.q_proj.weight"] = tiny.Tensor("U8", (4,), b"abcd")
     elif change == "a layer less":
         tensors = {name: tensor for name, tensor in tensors.items() if ".layers.3." not in name}
+        config = json.loads((stopped.source / "config.json").read_bytes())
+        text = json.dumps({**config, "num_hidden_layers": 3})
+        (stopped.source / "config.json").write_text(text, "utf-8")
     else:
         tensors = dict(reversed(tensors.items()))
     tiny.write_shard(stopped.source / tiny.SINGLE, tensors)
