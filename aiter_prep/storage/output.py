@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiter_prep.errors import AiterPrepError, OutputNotEmpty
 from aiter_prep.storage.checkpoint import MANIFEST_FILE
+from aiter_prep.storage.descriptors import SHARDS
 from aiter_prep.storage.digest import digest_of
 from aiter_prep.storage.durable import create_anew, start_writing_back, sync_folder, write_whole
 from aiter_prep.storage.folder import (
@@ -34,6 +36,7 @@ from aiter_prep.storage.swap import recover, swap, work_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from typing_extensions import Self
@@ -58,14 +61,18 @@ class Written:
 
 
 class ShardFile:
-    """One shard under its temporary name; ranges may be written in any order, from any thread."""
+    """One shard under its temporary name; ranges may be written in any order, from any thread.
+
+    There may be more of them at once than a process may have files open.
+    """
 
     def __init__(self, folder: Path, layout: ShardLayout) -> None:
         self.layout = layout
         self._path = folder / partial_file(layout.file)
-        self._descriptor = create_anew(self._path, os.O_RDWR)
+        self._file: int | None = SHARDS.take(self._path, create_anew(self._path, os.O_RDWR))
         try:
-            os.ftruncate(self._descriptor, layout.total_bytes)
+            with self._opened() as descriptor:
+                os.ftruncate(descriptor, layout.total_bytes)
             self.write(0, layout.header)
         except BaseException:
             self.discard()
@@ -74,14 +81,21 @@ class ShardFile:
     def write(self, start: int, data: Bytes) -> None:
         """Write all bytes at an offset of the file."""
         view, place = memoryview(data).cast("B"), start
-        while len(view):
-            count = os.pwrite(self._descriptor, view, place)
-            view, place = view[count:], place + count
-        start_writing_back(self._descriptor, start, place - start)
+        with self._opened() as descriptor:
+            while len(view):
+                count = os.pwrite(descriptor, view, place)
+                view, place = view[count:], place + count
+            start_writing_back(descriptor, start, place - start)
+
+    def _opened(self) -> AbstractContextManager[int]:
+        if self._file is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return SHARDS.lent(self._file)
 
     def sync(self) -> None:
         """Bring the bytes to the disk."""
-        os.fsync(self._descriptor)
+        with self._opened() as descriptor:
+            os.fsync(descriptor)
 
     def finish(self, folder: Path) -> None:
         """Bring the bytes to the disk, close the file and give it its name."""
@@ -91,9 +105,9 @@ class ShardFile:
 
     def close(self) -> None:
         """Close the file; twice is harmless."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            SHARDS.drop(self._file)
+            self._file = None
 
     def discard(self) -> None:
         """Close the file and give its space back."""
