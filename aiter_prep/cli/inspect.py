@@ -73,7 +73,10 @@ def inspect(
         _source_hint(output, path, found)
     elif isinstance(found, inspection.PreparedInspection):
         output.lines(*_prepared_lines(found))
-        output.next_command("check it with", "verify", path)
+        if found.missing:
+            output.hint("copy the folder again, or convert again")
+        else:
+            output.next_command("check it with", "verify", path)
     else:
         output.lines(*_unfinished_lines(found))
         from aiter_prep.storage.guards import finish_hint
@@ -137,7 +140,8 @@ def _outlook_lines(outlooks: tuple[Outlook, ...]) -> Iterator[str]:
 def _source_hint(output: Output, path: Path, found: SourceInspection) -> None:
     if found.problems:
         output.hint("`convert` would refuse this checkpoint, and say what can be done, if anything")
-    elif sizes := next((o.workable_tp for o in found.outlooks if o.workable_tp), ()):
+    elif outlook := next((o for o in found.outlooks if o.workable_tp), None):
+        sizes = [forecast.tp for forecast in outlook.forecasts] or outlook.workable_tp
         tp = max((n for n in sizes if n <= GPUS_OF_A_HOST), default=sizes[0])
         output.next_command("convert it with", "convert", path, "--tp", str(tp))
 
@@ -182,6 +186,8 @@ def _prepared_lines(found: PreparedInspection) -> Iterator[str]:
         yield f"{count} cannot be undone: `restore` refuses this folder, so keep the source"
     for entry in found.skipped:
         yield f"left out: {entry.get('name')}: {entry.get('reason')}"
+    for file in found.missing:
+        yield f"problem: `{file}` is missing"
 
 
 def _sharing(target: Mapping[str, Any]) -> str:

@@ -75,6 +75,7 @@ class PreparedInspection:
         skipped: Source tensors that were left out.
         is_lossy: Whether the source cannot be had back.
         lossy_tensors: Number of tensors that cannot be undone.
+        missing: Files that the manifest names and the folder does not hold.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class PreparedInspection:
     skipped: tuple[Mapping[str, str], ...]
     is_lossy: bool
     lossy_tensors: int
+    missing: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return what it says as plain values."""
@@ -118,7 +120,7 @@ class UnfinishedInspection:
 
 
 def inspect_prepared(folder: Path) -> PreparedInspection:
-    """Tell what a prepared folder holds, from its manifest alone.
+    """Tell what a prepared folder holds, from its manifest and the names of its files.
 
     Raises:
         DataMismatch: The manifest is damaged.
@@ -152,7 +154,13 @@ def _inspection(folder: Path, manifest: Manifest) -> PreparedInspection:
         skipped=manifest.skipped,
         is_lossy=bool(manifest.lossy),
         lossy_tensors=len(manifest.lossy),
+        missing=tuple(name for name in _promised(manifest) if not (folder / name).exists()),
     )
+
+
+def _promised(manifest: Manifest) -> list[str]:
+    shards = [shard.file for shard in manifest.shards]
+    return sorted([*shards, *(file.name for file in manifest.files)])
 
 
 def _groups(blocks: Sequence[Mapping[str, Any]]) -> tuple[PreparedGroup, ...]:

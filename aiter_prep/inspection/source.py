@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiter_prep.errors import AiterPrepError, InvalidUsage, NoRule
+from aiter_prep.errors import AiterPrepError, BadSource, InvalidUsage, NoRule
 from aiter_prep.families.blocks import group_blocks
 from aiter_prep.families.classify import contradictions
 from aiter_prep.families.common import common_rule_of
@@ -19,6 +19,7 @@ from aiter_prep.plan.cut import workable_tp
 from aiter_prep.plan.make import path_of, traits_for
 from aiter_prep.plan.stacks import is_one_way
 from aiter_prep.storage.collector import collector_paused
+from aiter_prep.storage.folder import small_files
 from aiter_prep.storage.jsontext import printable
 from aiter_prep.targets.table import TARGETS
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from aiter_prep.families.blocks import ExpertBlock
+    from aiter_prep.families.sizes import Mismatch
     from aiter_prep.storage.checkpoint import Checkpoint
     from aiter_prep.storage.header import TensorInfo
 
@@ -95,6 +97,7 @@ def inspect_source(checkpoint: Checkpoint) -> SourceInspection:
     """Tell what a checkpoint holds; what no rule knows is a problem in the result, not raised."""
     sorted_out = _sort(checkpoint)
     blocks, problems = _build(sorted_out, checkpoint)
+    unlike = mismatches(checkpoint.config, blocks, sorted_out.common)
     return SourceInspection(
         folder=checkpoint.folder,
         name=checkpoint.name,
@@ -106,8 +109,13 @@ def inspect_source(checkpoint: Checkpoint) -> SourceInspection:
         groups=expert_groups(blocks),
         roles=dict(sorted(sorted_out.roles.items(), key=lambda item: (-item[1], item[0]))),
         outlooks=tuple(_outlooks(checkpoint, blocks, sorted_out.common)),
-        problems=(*_unknown_problem(sorted_out.unknown), *problems),
-        warnings=tuple(_warnings(checkpoint, blocks, sorted_out.common)),
+        problems=(
+            *_unknown_problem(sorted_out.unknown),
+            *problems,
+            *_config_problems(checkpoint, blocks, unlike),
+            *_link_problems(checkpoint),
+        ),
+        warnings=tuple(_warnings(checkpoint, unlike)),
     )
 
 
@@ -183,18 +191,36 @@ def _build(found: _Sorted, checkpoint: Checkpoint) -> tuple[list[ExpertBlock], l
     return blocks, problems
 
 
-def _warnings(
-    checkpoint: Checkpoint, blocks: Sequence[ExpertBlock], common: Sequence[TensorInfo]
+def _config_problems(
+    checkpoint: Checkpoint, blocks: Sequence[ExpertBlock], found: Sequence[Mismatch]
 ) -> Iterator[str]:
-    found = contradictions(checkpoint, blocks)
-    if found:
+    """Yield what the config says of the tensors and what they are not, for certain."""
+    promises = contradictions(checkpoint, blocks)
+    if promises:
         yield (
-            f"the config promises {found[0].promised} for `{printable(found[0].experts)}`, but its "
-            f"tensors are {found[0].found} ({len(found)} such): `convert` asks for --trust-tensors"
+            f"the config promises {promises[0].promised} for `{printable(promises[0].experts)}`, "
+            f"but its tensors are {promises[0].found} ({len(promises)} such): `convert` asks for "
+            "--trust-tensors"
         )
-    for mismatch in mismatches(checkpoint.config, blocks, common):
-        asks = ": `convert` asks for --trust-tensors" if mismatch.is_certain else ""
-        yield f"the config may not be of these tensors: {mismatch.what}{asks}"
+    for mismatch in found:
+        if mismatch.is_certain:
+            yield (
+                f"the config is not of these tensors: {mismatch.what}: `convert` asks for "
+                "--trust-tensors"
+            )
+
+
+def _link_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    try:
+        small_files(checkpoint.folder)
+    except BadSource as fault:
+        yield fault.message
+
+
+def _warnings(checkpoint: Checkpoint, found: Sequence[Mismatch]) -> Iterator[str]:
+    for mismatch in found:
+        if not mismatch.is_certain:
+            yield f"the config may not be of these tensors: {mismatch.what}"
     if checkpoint.stray_files:
         first = printable(checkpoint.stray_files[0])
         yield f"{len(checkpoint.stray_files)} files that the index does not name, first `{first}`"

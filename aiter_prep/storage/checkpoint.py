@@ -232,7 +232,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
                     "mend it, or remove it from a model that is not quantised",
                 )
             if quantization is not None and quantization.get("quant_method") == METHOD:
-                raise prepared_already(folder.name)
+                raise prepared_already(folder.name, is_whole=(folder / MANIFEST_FILE).exists())
     return config
 
 
@@ -241,11 +241,20 @@ def _refuse_prepared_folder(folder: Path) -> None:
         raise prepared_already(folder.name)
 
 
-def prepared_already(name: str) -> NoRule:
-    """Return the refusal of a source that is a prepared folder."""
+def prepared_already(name: str, *, is_whole: bool = True) -> NoRule:
+    """Return the refusal of a source that is a prepared folder.
+
+    Args:
+        name: What it is called.
+        is_whole: Whether its manifest is there, without which nothing leads back.
+    """
+    way_out = "convert the original checkpoint"
+    if is_whole:
+        way_out += ", or undo this one with `aiter-prep restore`"
+    else:
+        way_out += f" again, or copy this folder again: its `{MANIFEST_FILE}` is gone"
     return NoRule(
-        f"`{printable(name)}` is prepared already; preparing twice would shuffle twice",
-        "convert the original checkpoint, or undo this one with `aiter-prep restore`",
+        f"`{printable(name)}` is prepared already; preparing twice would shuffle twice", way_out
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import prepared
 import tiny
 from aiter_prep.errors import BadSource, DataMismatch, NoRule
 from aiter_prep.execution import execute
@@ -23,6 +24,7 @@ from aiter_prep.inspection import (
     obstacles,
 )
 from aiter_prep.inspection.model import compact, split_layer
+from aiter_prep.inspection.prepared import inspect_prepared
 from aiter_prep.inspection.source import COMMON_ROLES
 from aiter_prep.plan import Plan, make_plan
 from aiter_prep.storage.checkpoint import Checkpoint, open_checkpoint
@@ -166,12 +168,37 @@ def test_a_scheme_that_a_target_refuses_has_a_reason(tmp_path: Path) -> None:
     assert by_place["aiter", "gfx942"].workable_tp
 
 
-def test_a_config_that_promises_something_else_is_a_warning(tmp_path: Path) -> None:
+def test_a_config_that_promises_something_else_is_a_problem(tmp_path: Path) -> None:
     promised = tiny.KINDS["mxfp4_quark"].quantization
     model = tiny.Model(config={"quantization_config": promised})
-    (warning,) = inspect_source(write(tmp_path / "model", model)).warnings
-    assert "promises mxfp4" in warning
-    assert "--trust-tensors" in warning
+    (problem,) = inspect_source(write(tmp_path / "model", model)).problems
+    assert "promises mxfp4" in problem
+    assert "--trust-tensors" in problem
+
+
+def test_a_link_that_leads_out_is_a_problem(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", tiny.Model())
+    (tmp_path / "tokenizer.json").write_text("{}", "utf-8")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    (problem,) = inspect_source(folder).problems
+    assert "`tokenizer.json` is a link that leads out of its folder" in problem
+
+
+def test_a_shard_that_is_gone_from_a_prepared_folder_is_named(tmp_path: Path) -> None:
+    _, out = prepared.small(tmp_path)
+    assert inspect_prepared(out).missing == ()
+    gone = next(iter(out.glob("*rank*.safetensors")))
+    gone.unlink()
+    assert inspect_prepared(out).missing == (gone.name,)
+
+
+def test_a_folder_without_its_manifest_is_not_sent_to_restore(tmp_path: Path) -> None:
+    _, out = prepared.small(tmp_path)
+    (out / prepared.MANIFEST).unlink()
+    with pytest.raises(NoRule) as caught:
+        inspect_path(out)
+    assert "`aiter_prep.json` is gone" in caught.value.hint
+    assert "restore" not in caught.value.hint
 
 
 def test_what_the_index_does_not_name_is_a_warning(tmp_path: Path) -> None:

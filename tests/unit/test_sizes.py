@@ -44,7 +44,7 @@ def test_a_size_that_no_tensor_has_is_refused_unless_the_tensors_are_trusted(
     assert any(message in text for text in make_plan(checkpoint, trust_tensors=True).warnings)
     assert any(
         message in text and "--trust-tensors" in text
-        for text in inspect_source(checkpoint).warnings
+        for text in inspect_source(checkpoint).problems
     )
 
 
