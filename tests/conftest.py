@@ -34,6 +34,16 @@ def pytest_configure() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Fails where pytest-xdist has not noted the groups: each worker would start every engine."""
+    if not getattr(config.option, "loadgroup", False):  # set in workers alone
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group") is not None and "@" not in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} has lost its group: see pytest in pyproject")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what this machine cannot run, and says why."""
     for name in ("torch", "vllm", "ray", "gpu"):
