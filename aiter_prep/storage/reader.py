@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from aiter_prep.errors import BadSource
+from aiter_prep.errors import AiterPrepError, BadSource
+from aiter_prep.storage.descriptors import limit_of_process
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1024 * 1024  # small enough to be in the cache still when it is looked at
 MAX_OPEN_FILES = 64
+OF_THE_LIMIT = 8  # a reader keeps an eighth of what a process may have open at most
 MAX_VECTORS = 512  # the kernel takes at most IOV_MAX, 1024
 
 
@@ -38,6 +41,7 @@ class FolderReader:
         self._lock = threading.Lock()
         self._idle: OrderedDict[str, list[int]] = OrderedDict()
         self._idle_count = 0
+        self._most_idle = min(MAX_OPEN_FILES, limit_of_process() // OF_THE_LIMIT)
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -97,6 +101,7 @@ class FolderReader:
 
         Raises:
             BadSource: The file cannot be opened, or a read of it fails meanwhile.
+            AiterPrepError: The process has too many files open.
         """
         try:
             descriptor = self._borrow(file)
@@ -105,6 +110,11 @@ class FolderReader:
             finally:
                 self._give_back(file, descriptor)
         except OSError as fault:
+            if fault.errno in (errno.EMFILE, errno.ENFILE):  # this is not the file's fault
+                raise AiterPrepError(
+                    f"cannot open `{printable(file)}`: {fault.strerror} ({limit_of_process()})",
+                    "allow more with `ulimit -n`, or take fewer --workers",
+                ) from fault
             raise BadSource(f"cannot read `{printable(file)}`: {fault.strerror}") from fault
 
     def _borrow(self, file: str) -> int:
@@ -123,7 +133,7 @@ class FolderReader:
             self._idle.setdefault(file, []).append(descriptor)
             self._idle.move_to_end(file)
             self._idle_count += 1
-            while self._idle_count > MAX_OPEN_FILES:
+            while self._idle_count > self._most_idle:
                 oldest, descriptors = next(iter(self._idle.items()))
                 if descriptors:
                     os.close(descriptors.pop())
