@@ -151,7 +151,8 @@ def _widen_f16(data: ByteArray) -> ByteArray:
 
 
 def _narrow_to_f16(data: ByteArray) -> ByteArray:
-    return data.view("<f4").astype("<f2").view(np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return data.view("<f4").astype("<f2").view(np.uint8)
 
 
 def _e8m0_to_f32(data: ByteArray) -> ByteArray:

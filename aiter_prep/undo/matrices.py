@@ -13,6 +13,7 @@ from aiter_prep.errors import AiterPrepError, DataMismatch
 from aiter_prep.storage.digest import Digest
 from aiter_prep.storage.dtypes import width_of
 from aiter_prep.storage.header import read_header
+from aiter_prep.storage.reader import chunks
 from aiter_prep.storage.scratch import Scratch
 from aiter_prep.undo.records import (
     DamagedTensor,
@@ -256,6 +257,17 @@ class Undoer:
         if name not in self._layouts:
             self._layouts[name] = self._manifest.layout(name)
         return self._layouts[name]
+
+    def is_intact(self, record: TensorRecord) -> bool:
+        """Read a tensor, and say whether it has the digest that the manifest promises."""
+        digest = Digest()
+        try:
+            info = self.info(record)
+        except DamagedTensor:
+            return False
+        for _, data in chunks(info, self._reader):
+            digest.update(data)
+        return digest.text() == record.digest
 
     def _bad_tail(self, record: TensorRecord, digest: Digest) -> BadPadding | None:
         """Check the padding behind the last expert of a folded tensor."""

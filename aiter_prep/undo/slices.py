@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aiter_prep.errors import DataMismatch
+from aiter_prep.errors import DataMismatch, NoRule
 from aiter_prep.layouts.conversions import conversion_named
 from aiter_prep.layouts.packing import packing_named
 from aiter_prep.storage.jsontext import printable
+from aiter_prep.undo.records import DamagedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,18 +82,37 @@ def source_part(
 
     Returns:
         uint8 `[experts, rows of the slice, bytes]`; a view where nothing was converted.
+
+    Raises:
+        DamagedTensor: The conversion does not make such bytes. Its inverse alone would not tell:
+            it may throw bits away.
     """
     conversion = _conversion(item)
     rows, width = len(range(*item.rows)), _stored_width(item)
-    part = matrices[:, item.to_row : item.to_row + rows, :width]
-    if conversion is not None:
-        part = conversion.inverse(np.ascontiguousarray(part))
+    stored = matrices[:, item.to_row : item.to_row + rows, :width]
+    if conversion is None:
+        return stored
+    stored = np.ascontiguousarray(stored)
+    part = conversion.inverse(stored)
     if record.lost is not None:
         part = part.copy()
         places = _lost_places(record, first, len(matrices)) - np.array([0, item.to_row, 0])
         inside = (places[:, 1] >= 0) & (places[:, 1] < rows) & (places[:, 2] < width)
         part[tuple(places[inside].T)] = record.lost.source
+    if not _makes(conversion, part, stored):
+        raise DamagedTensor(
+            record,
+            f"`{printable(record.name)}` of rank {record.rank} in `{record.file}` holds bytes that "
+            f"{conversion.name} makes of no source",
+        )
     return part
+
+
+def _makes(conversion: Conversion, part: ByteArray, stored: ByteArray) -> bool:
+    try:
+        return np.array_equal(conversion.forward(part), stored)
+    except NoRule:  # it refuses such a value
+        return False
 
 
 def _lost_places(record: TensorRecord, first: int, experts: int) -> npt.NDArray[np.int64]:

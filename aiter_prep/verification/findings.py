@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from aiter_prep.manifest import Manifest, TensorRecord
 
 
+OTHER_BYTES = "has other bytes than the manifest says"
+
 _Item = TypeVar("_Item")
 
 

@@ -32,7 +32,7 @@ from aiter_prep.undo import (
     source_tensors,
     stacks_of,
 )
-from aiter_prep.verification.findings import problem_with
+from aiter_prep.verification.findings import OTHER_BYTES, problem_with
 from aiter_prep.verification.report import Problem
 
 if TYPE_CHECKING:
@@ -187,7 +187,12 @@ class SourceCheck:
                 else:
                     yield from self._compare(found, source, reader, record)
         except DamagedTensor as fault:
-            yield problem_with(fault.record.file, fault.message, fault.record)
+            # ranks that disagree do not say which of them is right; their digests may
+            damaged = [record for record in stack.records if not undoer.is_intact(record)]
+            for record in damaged:
+                yield problem_with(record.file, OTHER_BYTES, record)
+            if not damaged:
+                yield problem_with(fault.record.file, fault.message, fault.record)
         except DataMismatch as fault:
             yield problem_with(record.file, fault.message, record)
 
@@ -252,6 +257,6 @@ class SourceCheck:
             digest.update(one)
             is_equal = is_equal and np.array_equal(one, other)
         if digest.text() != record.digest:
-            yield problem_with(record.file, "has other bytes than the manifest says", record)
+            yield problem_with(record.file, OTHER_BYTES, record)
         if not is_equal:
             yield problem_with(record.file, "differs from the source", record)

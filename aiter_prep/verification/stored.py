@@ -15,7 +15,7 @@ from aiter_prep.storage.files import LEADS_OUT, leaves_folder, read_whole
 from aiter_prep.storage.folder import HUB_FILES, JOURNAL_FILE, LOCK_FILE, PARTS_FOLDER
 from aiter_prep.storage.header import read_header
 from aiter_prep.storage.reader import CHUNK_BYTES, FolderReader, chunks
-from aiter_prep.verification.findings import problem_with
+from aiter_prep.verification.findings import OTHER_BYTES, problem_with
 from aiter_prep.verification.report import Problem
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class StoredCheck:
             self._findings.advance(len(data))
             self._note_sha256(file.name, data)
             if (len(data), digest_of(data)) != (file.size, file.digest):
-                self._findings.add(file.name, "has other bytes than the manifest says")
+                self._findings.add(file.name, OTHER_BYTES)
 
     def manifest_file(self) -> None:
         """Check the text of the manifest: its own digest stands for what it says, not for that."""
@@ -217,7 +217,7 @@ class StoredCheck:
         except BadSource as fault:
             return problem_with(info.file, fault.message, record)
         if digest.text() != record.digest:
-            return problem_with(info.file, "has other bytes than the manifest says", record)
+            return problem_with(info.file, OTHER_BYTES, record)
         return None
 
 
