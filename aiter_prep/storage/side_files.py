@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aiter_prep.errors import AiterPrepError, InvalidUsage
 from aiter_prep.storage.checkpoint import CONFIG_FILE, MANIFEST_FILE
 from aiter_prep.storage.durable import write_whole
-from aiter_prep.storage.folder import JOURNAL_FILE, PARTS_FOLDER
+from aiter_prep.storage.folder import JOURNAL_FILE, PARTS_FOLDER, is_weights_name
 from aiter_prep.storage.jsontext import printable
 
 if TYPE_CHECKING:
@@ -53,6 +53,13 @@ def check_side_file(path: Path, apart_from: Iterable[Path], others: Iterable[Pat
                 )
         if path.is_dir():
             raise InvalidUsage(f"`{name}` is a folder", "name a file")
+        if is_weights_name(real.name):
+            raise InvalidUsage(f"`{name}` has the name of a file of weights", "choose another name")
+        if not is_written_in_place(path) and _has_other_names(real):
+            raise InvalidUsage(
+                f"`{name}` is a file with other names, and one may be a model's",
+                "choose another name, or remove this one",
+            )
         if not is_written_in_place(path) and _holds_a_model(real.parent):
             where = printable(str(real.parent))
             raise InvalidUsage(
@@ -127,6 +134,11 @@ def _descriptor_of(path: Path) -> int | None:
             return None
         place = os.path.abspath(os.path.join(os.path.dirname(place), target))  # noqa: PTH100, PTH118, PTH120
     return None
+
+
+def _has_other_names(path: Path) -> bool:
+    """Return whether a regular file is there, and has hard links."""
+    return path.is_file() and path.stat().st_nlink > 1
 
 
 def _holds_a_model(folder: Path) -> bool:

@@ -247,3 +247,20 @@ def test_a_full_log_is_told_once_and_does_not_change_the_exit_code(
         assert said.err.count("cannot write the log `full` any more: No space left") == 1
     assert run("verify", "new-convert", "--source", folders[0]).code == 0
     assert run("restore", folders[1], "new-convert", "--log-file", "full").code == 12
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_file_with_the_name_of_weights_is_refused(name: str, tmp_path: Path) -> None:
+    """They may lie in a folder that has lost its config, and is none of a model to us."""
+    with pytest.raises(InvalidUsage, match="has the name of a file of weights"):
+        check_side_file(tmp_path / name, [])
+
+
+def test_a_file_with_another_name_is_refused(tmp_path: Path) -> None:
+    """A log is written at the end of what is there, whatever else that is called."""
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    (tmp_path / "log").hardlink_to(tmp_path / "config.json")
+    with pytest.raises(InvalidUsage, match="a file with other names"):
+        check_side_file(tmp_path / "log", [])
+    (tmp_path / "config.json").unlink()
+    check_side_file(tmp_path / "log", [])
