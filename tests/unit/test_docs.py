@@ -489,6 +489,7 @@ def test_the_json_objects_have_the_keys_that_are_listed(
         ["restore", "out", "restored"],
         ["push", "out", "memory://documents/out"],
         ["layouts"],
+        ["layouts", "show", "e8m0"],
         ["env"],
         ["demo", "demo"],
         ["convert", source, "out", "--tp", "2"],
