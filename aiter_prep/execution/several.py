@@ -72,7 +72,11 @@ def execute_several(
         backend, _ = choose_backend(backend, layouts=tuple(sorted(layouts)))
     for out, plan in plans.items():
         refuse_overlap(plan.checkpoint.folder, out)
-    held = {o: read_manifest(o) for o, p in plans.items() if resume and _is_held(p, o)}
+    held = {
+        out: read_manifest(out)
+        for out, plan in plans.items()
+        if resume and _is_held(plan, out, overwrite=overwrite)
+    }
     left = {out: plan for out, plan in plans.items() if out not in held}
     options = {"resume": resume, "overwrite": overwrite}
     try:
@@ -94,15 +98,17 @@ def _check_together(plans: Sequence[Plan]) -> None:
         raise InvalidUsage("plans that are carried out at once need the same common tensors")
 
 
-def _is_held(plan: Plan, out: Path) -> bool:
+def _is_held(plan: Plan, out: Path, *, overwrite: bool) -> bool:
     """Return whether a folder is finished.
 
     Raises:
-        OutputNotEmpty: It is, but is another conversion.
+        OutputNotEmpty: It is, but is another conversion, and is not to be replaced.
     """
     if not is_sealed(out):
         return False
     different = differences(plan, out)
+    if different and overwrite:
+        return False
     if different:
         raise OutputNotEmpty(
             f"`{printable(str(out))}` holds another conversion: {', '.join(different[:3])}",

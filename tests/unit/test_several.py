@@ -116,7 +116,7 @@ def test_a_folder_that_holds_another_conversion_is_not_passed_over(
         execute_several(plans_of(checkpoint, out), resume=True)
     assert "holds another conversion: tp is 1, not 2" in caught.value.message
     assert not (out / "tp4").exists()
-    execute_several(plans_of(checkpoint, out), overwrite=True)
+    execute_several(plans_of(checkpoint, out), overwrite=True, resume=True)
     assert contents(out) == singly(source, tmp_path / "one")
 
 
