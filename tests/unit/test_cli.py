@@ -37,16 +37,6 @@ COMMANDS = ("convert", "seal", "verify", "inspect", "restore", "push", "layouts"
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> CommandLine:
-    """Runs the command line in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ())
-    return CommandLine(capsys)
-
-
-@pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A small checkpoint that pads at two ranks."""
     folder = tmp_path / "some model"

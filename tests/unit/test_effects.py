@@ -20,14 +20,10 @@ from prepared import small
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> CommandLine:
+def run(run: CommandLine, tmp_path: Path) -> CommandLine:
     """Runs the command line in a folder with a source, and a folder prepared from it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ())
     small(tmp_path)
-    return CommandLine(capsys)
+    return run
 
 
 CONVERT = ("convert", "source", "new")

@@ -19,16 +19,6 @@ MANIFEST = "aiter_prep.json"
 
 
 @pytest.fixture
-def run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> CommandLine:
-    """Runs the command line in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("aiter_prep.backends.rocm.local_chips", lambda: ())
-    return CommandLine(capsys)
-
-
-@pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """A source, and what was prepared from it."""
     source, prepared = small(tmp_path)[:2]
